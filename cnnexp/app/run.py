@@ -20,9 +20,8 @@ from cnnexp.app.resume import ResumePoint
 from cnnexp.backends.protocol import Backend, Program
 from cnnexp.datasets import Dataset
 from cnnexp.errors import CompilerDied, DataError, Diverged
-from cnnexp.measuring import footprint
+from cnnexp.measuring import footprint, interference
 from cnnexp.measuring.amdahl import amdahl_limit
-from cnnexp.measuring.interference import IdleWait, Watch
 from cnnexp.measuring.ledger import Charged, Ledger, Profiled, metrics, report, report_beside, step_parts
 from cnnexp.network import Network
 from cnnexp.network.losses import Loss, check_loss
@@ -61,8 +60,8 @@ def train(settings: Settings, run: Run, earlier: ResumePoint | None = None, job:
         stack.enter_context(keeping)
         run.resume(history)
         stopping = EarlyStopping(trainer.patience, trainer.target, history)
-        idle, watch = IdleWait(trainer.patient), Watch(settings.workers.count * made.backend.threads)
-        _await_quiet(idle, watch, made.ledger)
+        watch = interference.Watch(settings.workers.count * made.backend.threads)
+        left_s = _await_quiet(interference.IDLE_WAIT_S if trainer.patient else 0.0, watch, made.ledger)
         if not gc.isenabled():  # see `__main__`
             gc.freeze()  # what has been loaded is no garbage
             gc.enable()
@@ -78,7 +77,7 @@ def train(settings: Settings, run: Run, earlier: ResumePoint | None = None, job:
         try:
             for result in epochs if not stopping.reason else ():
                 if result.epoch < trainer.epochs and not stopping.reason:
-                    _await_quiet(idle, watch, made.ledger)
+                    left_s = _await_quiet(left_s, watch, made.ledger)
         finally:
             _tell(made, earlier, stopping, watch)
         _conclude(made, len(history))
@@ -177,7 +176,7 @@ def _compile(settings: Settings, backend: Backend, compiling: Compiling, run: Ru
         if following is None:
             raise
         log.warning("%s", death)
-        run.tag(FALLBACK, following.name)
+        run.tags[FALLBACK] = following.name
         return following, settings.workers.compile(following, *compiling)
 
 
@@ -190,7 +189,7 @@ def _need_memory(settings: Settings, backend: Backend, network: Network, dataset
     memory.need(parts)
 
 
-def _tell(made: _Made, earlier: ResumePoint | None, stopping: EarlyStopping, watch: Watch) -> None:
+def _tell(made: _Made, earlier: ResumePoint | None, stopping: EarlyStopping, watch: interference.Watch) -> None:
     """Give the record what is known when training ends, however it does: its conditions, its start and its end."""
     run, trainer, workers = made.run, made.settings.trainer, made.settings.workers.count
     done, begun = (len(made.resumed.history), made.resumed.begun) if made.resumed else (0, None)
@@ -232,12 +231,13 @@ def _conclude(made: _Made, done: int) -> None:
         run.metrics.update(made.parallel.metrics())
 
 
-def _await_quiet(idle_wait: IdleWait, watch: Watch, ledger: Ledger) -> None:
-    """Wait until nothing else computes, where that is wanted; watch the machine from then on."""
-    if idle_wait.left_s > 0:
+def _await_quiet(left_s: float, watch: interference.Watch, ledger: Ledger) -> float:
+    """Wait for so long at most until nothing else computes; watch the machine from then on; return what is left."""
+    if left_s > 0:
         with ledger.span("quiet"):
-            idle_wait.wait()
+            left_s -= interference.await_quiet(left_s)
     watch.start()
+    return left_s
 
 
 def _parallel_operations(backend: Backend) -> float:

@@ -124,8 +124,8 @@ class SweepRecord(Record):
                 page.write(self.folder, self.paper)
                 self.add_artifact(self.folder / page.FOLDER, page.FOLDER)
             failed = len(_failed(self._rows, self.paper))
-            status = "KILLED" if interrupted else "FAILED" if failed else "FINISHED"
-            self._end(status, {"jobs": str(len(self._rows)), "jobs.failed": str(failed)}, drawn=True)
+            self.tags |= {"jobs": str(len(self._rows)), "jobs.failed": str(failed)}
+            self._end("KILLED" if interrupted else "FAILED" if failed else "FINISHED", drawn=True)
         return self._rows
 
     def _draw(self) -> None:

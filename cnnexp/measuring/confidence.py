@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections.abc import Sequence
@@ -36,19 +37,13 @@ def median_interval(values: Sequence[float]) -> Interval:
     A measurement lies below the true median with probability 1/2, so how many do is binomial (Conover, Practical
     Nonparametric Statistics, section 3.2).
     """
-    ordered = sorted(values)
-    count = len(ordered)
-    outside, fewer = 0, 0  # order statistics dropped at each end; of the 2**count ways, those with fewer below
-    ways, all_ways = 1, 2**count  # whole numbers: of thousands of measurements no float holds them
-    confidence = 1 - 2 * 0.5**count
-    while outside < (count - 1) // 2:
-        fewer, ways = fewer + ways, ways * (count - outside) // (outside + 1)
-        narrower = 1 - 2 * (fewer + ways) / all_ways
-        if narrower < CONFIDENCE:
-            break
-        outside, confidence = outside + 1, narrower
-    median, low, high = statistics.median(ordered), ordered[outside], ordered[-1 - outside]
-    return Interval(median, low, high, confidence, ordered[0], ordered[-1], count)
+    ordered, count = sorted(values), len(values)
+    # of the 2**count ways those with so many below: whole numbers, as of thousands of measurements no float holds them
+    ways = itertools.accumulate(range((count - 1) // 2), lambda w, i: w * (count - i) // (i + 1), initial=1)
+    confidences = [1 - 2 * outside / 2**count for outside in itertools.accumulate(ways)]  # by how many are dropped
+    dropped = max(0, sum(confidence >= CONFIDENCE for confidence in confidences) - 1)  # at each end
+    median, low, high = statistics.median(ordered), ordered[dropped], ordered[-1 - dropped]
+    return Interval(median, low, high, confidences[dropped], ordered[0], ordered[-1], count)
 
 
 def p_value(a: Sequence[float], b: Sequence[float]) -> float:
@@ -70,8 +65,7 @@ def holm(p_values: Sequence[float]) -> list[float]:
     """Return the p-values of several tests, raised so that all together err as seldom as one (Holm 1979)."""
     adjusted, highest = [0.0] * len(p_values), 0.0
     for rank, i in enumerate(sorted(range(len(p_values)), key=lambda i: p_values[i])):
-        highest = max(highest, min(1.0, (len(p_values) - rank) * p_values[i]))
-        adjusted[i] = highest
+        adjusted[i] = highest = max(highest, min(1.0, (len(p_values) - rank) * p_values[i]))
     return adjusted
 
 

@@ -9,9 +9,9 @@ long messages (Rabenseifner; Thakur et al. 2005, section 4.5), 2 log2(p) t_s + 2
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from cnnexp.network import Conv2d, Linear, Network
 from cnnexp.network.shapes import walk
@@ -20,8 +20,7 @@ TRAINING_PASSES = 3  # forward, gradient of the input, gradient of the weights: 
 BYTES = 4  # of a float32
 
 
-@dataclass(frozen=True)
-class Costs:
+class Costs(NamedTuple):
     """The constants of a machine and its network."""
 
     t_c: float  # seconds per arithmetic operation of one worker's backend (a multiply-add is two)
@@ -52,9 +51,7 @@ def operations(network: Network) -> int:
 
 
 def all_reduce_s(costs: Costs, floats: int, workers: int) -> float:
-    """Return the seconds to sum `floats` float32 over the workers."""
-    if workers == 1:
-        return 0.0
+    """Return the seconds to sum `floats` float32 over the workers; one alone has 0."""
     bandwidth = 2 * (workers - 1) / workers * floats * BYTES * costs.t_b
     return 2 * math.log2(workers) * costs.t_s + bandwidth
 
@@ -68,8 +65,7 @@ def fit_links(small: tuple[int, float], large: tuple[int, float], workers: int) 
     return t_s, t_b
 
 
-@dataclass(frozen=True)
-class Training:
+class Training(NamedTuple):
     """What an epoch asks for: images of so many `operations`, and `averages_per_epoch` of so many float32 numbers."""
 
     operations: int
@@ -78,24 +74,18 @@ class Training:
     floats: int
 
 
-@dataclass(frozen=True)
-class Prediction:
+class Prediction(NamedTuple):
     """What the model says of a run, before it starts: how long an epoch should take."""
 
     costs: Costs
     training: Training
-    workers: int
     epoch_s: float
 
     def metrics(self) -> dict[str, float]:
         """Return it by the names it is recorded under."""
-        return {
-            "cost_model/t_c_s": self.costs.t_c,
-            "cost_model/t_s_s": self.costs.t_s,
-            "cost_model/t_b_s": self.costs.t_b,
-            "cost_model/epoch_s": self.epoch_s,
-            "cost_model/break_even_workers": break_even(self.costs, self.training),
-        }
+        constants = {f"cost_model/{name}_s": value for name, value in self.costs._asdict().items()}
+        workers = break_even(self.costs, self.training)
+        return {**constants, "cost_model/epoch_s": self.epoch_s, "cost_model/break_even_workers": workers}
 
 
 def epoch_s(costs: Costs, training: Training, workers: int, cores: float | None = None) -> tuple[float, float]:
@@ -126,29 +116,19 @@ def extrapolate(
     speedup is over one worker, the efficiency the speedup per worker.
     """
     for link, its_own in LINKS.items():
-        on_link = replace(costs, **its_own)
+        on_link = costs._replace(**its_own)
         for count in WORKERS:
             averages = averages_per_epoch(images, batch_size * count, sync, period)
             training = Training(operations(network), images, averages, floats)
             compute, communicate = epoch_s(on_link, training, count)
             alone, _ = epoch_s(on_link, training, 1)
-            faster = alone / (compute + communicate)
-            yield {
-                "link": link,
-                "workers": count,
-                "sync": sync,
-                "compute_s": compute,
-                "communicate_s": communicate,
-                "epoch_s": compute + communicate,
-                "speedup": faster,
-                "efficiency": faster / count,
-            }
+            seconds = {"compute_s": compute, "communicate_s": communicate, "epoch_s": compute + communicate}
+            faster = alone / seconds["epoch_s"]
+            gain = {"speedup": faster, "efficiency": faster / count}
+            yield {"link": link, "workers": count, "sync": sync, **seconds, **gain}
 
 
 def break_even(costs: Costs, training: Training, limit: int = 1 << 20) -> int:
     """Return the first power of two of workers at which communicating takes as long as computing, at most `limit`."""
-    for power in range(1, limit.bit_length()):
-        compute, communicate = epoch_s(costs, training, 1 << power)
-        if communicate >= compute:
-            return 1 << power
-    return limit
+    counts = (1 << power for power in range(1, limit.bit_length()))
+    return next((count for count in counts if operator.le(*epoch_s(costs, training, count))), limit)

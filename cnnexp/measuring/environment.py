@@ -46,12 +46,11 @@ def outputs_dir() -> Path:
 
 def machine_facts() -> dict[str, str]:
     """Return what the machine is and how busy it was, by tag name."""
-    load = f"{os.getloadavg()[0]:.2f}" if hasattr(os, "getloadavg") else "unknown"
     return {
         "machine.host": platform.node(),
         "machine.cpu": cpu_name(),
         "machine.cores": str(usable_cores()),
-        "machine.load": load,
+        "machine.load": f"{os.getloadavg()[0]:.2f}" if hasattr(os, "getloadavg") else "unknown",
         "machine.system": platform.platform(),
     }
 
@@ -77,12 +76,9 @@ def git_facts() -> dict[str, str]:
         done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
     except (OSError, subprocess.SubprocessError):
         return {}  # not a git checkout: a tarball, or no git installed
-    lines = done.stdout.splitlines()
-    commits = [line.rpartition(" ")[2] for line in lines if line.startswith("# branch.oid ")]
-    return {
-        "git.commit": commits[0] if commits else "none",
-        "git.dirty": str(any(not line.startswith("#") for line in lines)).lower(),
-    }
+    first, *lines = done.stdout.splitlines()  # the first is `# branch.oid COMMIT`
+    is_dirty = any(not line.startswith("#") for line in lines)
+    return {"git.commit": first.rpartition(" ")[2], "git.dirty": str(is_dirty).lower()}
 
 
 def config_hash(config: Mapping[str, Any]) -> str:

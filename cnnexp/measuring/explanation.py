@@ -7,8 +7,7 @@ compute several layers at once, so both sides are brought to the finest groups o
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from cnnexp.measuring.ledger import BETWEEN, CALLS, STEP
 from cnnexp.measuring.roofline import roofs
@@ -31,8 +30,7 @@ def _plain_layer(name: str) -> str:
     return f"layout for {layer}" if f".{kind}" in LAYOUT else name
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """A part of a step: a pass of layers that are computed at once, or what belongs to no layer; of one image.
 
     Its `what`, `layers`, `at_once` and `fewer` are as in `backends.parts.Part`.
@@ -55,8 +53,7 @@ class Piece:
         return self.flops / self.us / 1e3
 
 
-@dataclass(frozen=True)
-class Side:
+class Side(NamedTuple):
     """A training step."""
 
     label: str  # e.g. `cpu-simd`
@@ -65,8 +62,8 @@ class Side:
     us: float  # microseconds an image, by the clock of the epochs
     pieces: tuple[Piece, ...]  # in the order of the step; empty where only the whole was timed
     limits: Mapping[str, float]  # `roofline.machine_limits`; empty where they were not measured for these threads
-    ways: Mapping[str, str] = field(default_factory=dict)  # by layers, which of several to compute them was taken
-    disturbed: str = ""  # how other work disturbed the run; empty where it did not
+    ways: Mapping[str, str]  # by layers, which of several to compute them was taken
+    disturbed: str  # how other work disturbed the run; empty where it did not
 
     @property
     def accounted(self) -> float:
@@ -74,8 +71,7 @@ class Side:
         return sum(piece.us for piece in self.pieces) / self.us
 
 
-@dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
     """A part of both steps; a side that has no such part has None there."""
 
     name: str
@@ -117,11 +113,9 @@ def rows(sides: Sequence[Side]) -> list[Row]:
     """Return the parts of the steps beside each other, in the order of the first side's step."""
     groups = _groups([piece.layers for side in sides for piece in side.pieces])
     merged = [_merge(side, groups) for side in sides]
-    found = []
-    for key in dict.fromkeys(key for pieces in merged for key in pieces):
-        here = [pieces.get(key) for pieces in merged]
-        found.append(Row(next(piece.name for piece in here if piece is not None), tuple(here)))
-    return found
+    keys = dict.fromkeys(key for pieces in merged for key in pieces)
+    beside = [tuple(pieces.get(key) for pieces in merged) for key in keys]
+    return [Row(next(piece.name for piece in here if piece is not None), here) for here in beside]
 
 
 def sentences(sides: Sequence[Side]) -> list[str]:
@@ -154,9 +148,8 @@ def changes(sides: Sequence[Side]) -> list[str]:
 
 def _change(a: Piece, b: Piece, ours: Side, theirs: Side) -> str:
     """Say how a part differs from the other side's, and what is known of why."""
-    fell = a.us < b.us
-    text = f"{_possessive(a)} {'fell' if fell else 'rose'} from {us_text(b.us)} to {us_text(a.us)} an image, "
-    text += _times(a.us, b.us)
+    went = "fell" if a.us < b.us else "rose"
+    text = f"{_possessive(a)} {went} from {us_text(b.us)} to {us_text(a.us)} an image, {_times(a.us, b.us)}"
     reasons = []
     if a.fewer and a.multiply_adds and b.multiply_adds > FEWER * a.multiply_adds:
         reasons.append(f"{b.multiply_adds / a.multiply_adds:.3g} times fewer multiply-adds, since {a.fewer}")
@@ -164,13 +157,12 @@ def _change(a: Piece, b: Piece, ours: Side, theirs: Side) -> str:
         reasons.append(f"{a.at_once} compute at once" if ours.device else f"an instruction takes {a.at_once} at once")
     if ours.threads > theirs.threads:
         reasons.append(f"{ours.threads} threads instead of {theirs.threads}")
-    return f"{text}: {'; '.join(reasons)}." if fell and reasons else f"{text}."
+    return f"{text}: {'; '.join(reasons)}." if went == "fell" and reasons else f"{text}."
 
 
 def _what_is_left(side: Side) -> str:
     """Say where most of a step goes, and what bounds it."""
-    pieces = [piece for row in rows([side]) for piece in row.pieces if piece is not None]
-    largest = max(pieces, key=lambda piece: piece.us)
+    largest = max((piece for row in rows([side]) for piece in row.pieces if piece), key=lambda piece: piece.us)
     text = f"Most of {side.label}'s step is {largest.name}, {largest.us / side.us:.0%}: {us_text(largest.us)}"
     if largest.flops and largest.bytes and side.limits:
         intensity, speed, most = largest.flops / largest.bytes, largest.gflops(), side.limits["gflops"]
@@ -214,7 +206,7 @@ def _merge(side: Side, groups: Mapping[str, tuple[str, ...]]) -> dict[tuple[str,
         before = merged.get(key, Piece(*key, 0.0))
         sums = {name: getattr(before, name) + getattr(piece, name) for name in SUMMED}
         larger = before if before.us > piece.us else piece
-        merged[key] = replace(larger, layers=group, **sums)
+        merged[key] = larger._replace(layers=group, **sums)
     return merged
 
 

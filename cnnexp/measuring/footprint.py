@@ -33,9 +33,9 @@ def training(
     if backend.name != "cpu-simd" and not backend.on_gpu and dataset.train.images.itemsize < FLOAT:
         size = FLOAT * math.prod(dataset.input_shape)
         yield Part(f"{count} images as float32", count * size, "dataset.train_size")
-    outputs = math.prod(network.output_shape)
     held_out = count - len(dataset.train)
-    yield Part(f"the scores of {held_out} images", FLOAT * held_out * outputs, "dataset.test_size")
+    scores = FLOAT * held_out * math.prod(network.output_shape)
+    yield Part(f"the scores of {held_out} images", scores, "dataset.test_size")
     if workers > 1:
         yield Part(f"{workers} processes", (workers - 1) * PROCESS_BYTES, "workers.count")
 
@@ -60,9 +60,6 @@ def program(
 
 def _values(network: Network, both: bool) -> int:
     """Return how many values of 4 bytes an image has in all layers, the gradients and places of maxima, too."""
-    values = math.prod(network.input_shape)
-    for stage in network.stages:
-        if not isinstance(stage.layer, Flatten):
-            copies = 1 + both + (both and isinstance(stage.layer, MaxPool2d))
-            values += copies * math.prod(stage.output_shape)
-    return values
+    copies = {Flatten: 0, MaxPool2d: 1 + 2 * both}
+    values = [copies.get(type(stage.layer), 1 + both) * math.prod(stage.output_shape) for stage in network.stages]
+    return math.prod(network.input_shape) + sum(values)

@@ -82,37 +82,25 @@ class Watch(Observer):
         return Interference(*_shares(self._watched), load, usable_cores(), self._threads, float(self._watched[0]))
 
 
-def await_quiet(
-    limit_s: float = IDLE_WAIT_S, busy: Callable[[], float] | None = None, clock: Callable[[], float] = time.monotonic
-) -> float:
-    """Wait until others leave this process's cores alone, or `limit_s` are over; return the seconds, at least a look.
-
-    `busy` looks, for a while, and returns the share of the cores that others use.
-    """
-    started = clock()
-    while (busy or others_share)() > QUIET_BUSY and clock() - started < limit_s:
-        pass
-    return clock() - started
-
-
-class IdleWait:
-    """Waits for a quiet machine, `IDLE_WAIT_S` in all, of which `left_s` are left; never where it is not wanted."""
-
-    def __init__(self, wanted: bool) -> None:
-        self.left_s = IDLE_WAIT_S if wanted else 0.0
-
-    def wait(self) -> None:
-        """Wait until others leave the cores alone, as long as there are seconds left."""
-        if self.left_s > 0:
-            self.left_s -= await_quiet(self.left_s)
-
-
 def others_share(seconds: float = QUIET_LOOK_S, proc: Path = PROC) -> float:
     """Return the share of this process's cores that other work uses in the next seconds; 0 where nothing counts it."""
     before = _look(proc)
     time.sleep(seconds)
     after = _look(proc)
     return 0.0 if before is None or after is None else _shares(after - before)[0]
+
+
+def await_quiet(
+    limit_s: float, busy: Callable[[], float] = others_share, clock: Callable[[], float] = time.monotonic
+) -> float:
+    """Wait until others leave this process's cores alone, or `limit_s` are over; return the seconds, at least a look.
+
+    `busy` looks, for a while, and returns the share of the cores that others use.
+    """
+    started = clock()
+    while busy() > QUIET_BUSY and clock() - started < limit_s:
+        pass
+    return clock() - started
 
 
 def _shares(passed: np.ndarray) -> tuple[float, float]:
@@ -129,19 +117,15 @@ def _look(proc: Path) -> np.ndarray | None:
 
     None where they are not counted.
     """
-    idle = stolen = found = 0
     try:
-        wanted = {f"cpu{core}" for core in os.sched_getaffinity(0)}
-        for line in (proc / "stat").read_text().splitlines():
-            name, *columns = line.split()
-            if name in wanted:
-                found += 1
-                idle += int(columns[3]) + int(columns[4])  # columns: user nice system idle iowait irq softirq steal
-                stolen += int(columns[7])
+        ours = {f"cpu{core}" for core in os.sched_getaffinity(0)}
+        lines = [line.split() for line in (proc / "stat").read_text().splitlines()]
+        cores = [line for line in lines if line[0] in ours]  # name user nice system idle iowait irq softirq steal
+        idle, stolen = sum(int(core[4]) + int(core[5]) for core in cores), sum(int(core[8]) for core in cores)
     except (AttributeError, OSError, ValueError, IndexError):
         return None
     tick_s = 1 / os.sysconf("SC_CLK_TCK")
-    return np.array([time.monotonic(), _own_s(), idle * tick_s, stolen * tick_s]) if found else None
+    return np.array([time.monotonic(), _own_s(), idle * tick_s, stolen * tick_s]) if cores else None
 
 
 def _own_s() -> float:

@@ -149,15 +149,9 @@ def report(ledger: Ledger, program: Profiled, epochs: Sequence[EpochResult], bac
     for part, seconds in own.items():
         ledger.seconds[part.what, part.name] += seconds
         ledger.seconds["train", ""] -= seconds
-    entries = sorted(_entries(ledger.seconds), key=lambda entry: -entry["seconds"])
-    found: dict[str, Any] = {
-        **_named(backend),
-        "wall_s": wall_s,
-        "accounted": 1 - ledger.seconds[REST] / wall_s,
-        "images": images,
-        "us_per_image": 1e6 * sum(epoch.epoch_s for epoch in epochs) / images,
-        "entries": entries,
-    }
+    largest_first = dict(sorted(ledger.seconds.items(), key=lambda entry: -entry[1]))
+    found = _step(backend, images, sum(epoch.epoch_s for epoch in epochs), largest_first)
+    found |= {"wall_s": wall_s, "accounted": 1 - ledger.seconds[REST] / wall_s}
     limits = dict(backend.limits())
     found["machine"] = limits if "gb_per_s" in limits else {**machine_limits(backend.threads), **limits}
     trained_s = _trained_s(ledger.seconds)
@@ -187,23 +181,20 @@ def report_beside(program: Profiled, backend: Backend, epochs: Sequence[EpochRes
     images = sum(epoch.train.count for epoch in epochs)
     trained_s = statistics.median(timed) * images
     seconds = {entry: share * trained_s for entry, share in program.shares().items()}
+    layers = list(_layers(seconds, program, images))
+    return {**_step(backend, images, trained_s, seconds), "layers": layers, "machine": {}}
+
+
+def _step(backend: Backend, images: int, trained_s: float, seconds: Mapping[tuple[str, str], float]) -> dict[str, Any]:
+    """Return what a run's report and its baseline's both have."""
     return {
-        **_named(backend),
+        "backend": backend.name,
+        "threads": backend.threads,
+        "device": backend.device_name if backend.on_gpu else "",
         "images": images,
         "us_per_image": 1e6 * trained_s / images,
-        "entries": _entries(seconds),
-        "layers": list(_layers(seconds, program, images)),
-        "machine": {},
+        "entries": [{"what": what, "layer": layer, "seconds": s} for (what, layer), s in seconds.items()],
     }
-
-
-def _entries(seconds: Mapping[tuple[str, str], float]) -> list[dict[str, Any]]:
-    return [{"what": what, "layer": layer, "seconds": s} for (what, layer), s in seconds.items()]
-
-
-def _named(backend: Backend) -> dict[str, Any]:
-    device = backend.device_name if backend.on_gpu else ""
-    return {"backend": backend.name, "threads": backend.threads, "device": device}
 
 
 def metrics(found: Mapping[str, Any]) -> dict[str, float]:
@@ -212,12 +203,9 @@ def metrics(found: Mapping[str, Any]) -> dict[str, float]:
     `profile/<layer>/<pass>_ms` is per image; `profile/share/<kind>/<pass>` is of the seconds of all training steps, as
     khandait's table has it.
     """
-    named = {"profile/wall_s": found["wall_s"], "profile/accounted": found["accounted"]}
+    named = {f"profile/{what}": found[what] for what in ("wall_s", "accounted", "share_of_gflops")}
     named["profile/machine_gflops"] = found["machine"]["gflops"]
-    named["profile/share_of_gflops"] = found["share_of_gflops"]
-    for entry in found["entries"]:
-        if not entry["layer"]:
-            named[f"profile/{entry['what']}_s"] = entry["seconds"]
+    named |= {f"profile/{entry['what']}_s": entry["seconds"] for entry in found["entries"] if not entry["layer"]}
     if found["layered"]:
         named["profile/parallel_share"] = found["parallel_share"]
         trained = sum(layer["seconds"] for layer in found["layers"]) / found["parallel_share"]
@@ -246,16 +234,13 @@ def _flops_per_image(network: Network, batch_size: int) -> float:
 
 def _layers(seconds: Mapping[tuple[str, str], float], program: Profiled, images: int) -> Iterator[dict[str, Any]]:
     """Yield the passes of the layers that ran one by one."""
-    network, batch_size = program.network, program.batch_size
-    for stage in walk(network.stages):
-        if isinstance(stage.layer, Flatten):
-            continue  # it computes nothing
-        for what in KERNELS:
-            if (what, stage.name) in seconds:
-                needs_dx = stage.name != _first_trained(network)
-                flops, size = work_per_image(stage, what, batch_size, needs_dx)
-                multiply_adds = stage.multiply_adds(what, needs_dx) if stage.weight else 0
-                yield _row((stage.name,), what, seconds[what, stage.name], images, flops, size, multiply_adds)
+    first = _first_trained(program.network)
+    for stage, what in itertools.product(walk(program.network.stages), KERNELS):
+        if (what, stage.name) in seconds and not isinstance(stage.layer, Flatten):  # which computes nothing
+            needs_dx = stage.name != first
+            flops, size = work_per_image(stage, what, program.batch_size, needs_dx)
+            multiply_adds = stage.multiply_adds(what, needs_dx) if stage.weight else 0
+            yield _row((stage.name,), what, seconds[what, stage.name], images, flops, size, multiply_adds)
 
 
 def _fused(parts: Mapping[Part, float], program: Profiled, images: int) -> Iterator[dict[str, Any]]:
@@ -271,10 +256,9 @@ def _fused(parts: Mapping[Part, float], program: Profiled, images: int) -> Itera
         any_part = next(iter(own))
         flops, size = fused_work(group, what, program.batch_size, first not in layers, any_part.multiply_adds)
         row = _row(layers, what, sum(own.values()), images, flops, size, any_part.multiply_adds)
-        row["kernels"] = {part.kernel: seconds for part, seconds in own.items()}
-        row["at_once"] = max(own, key=lambda part: own[part]).at_once
-        row["fewer"] = any_part.fewer
-        yield row
+        kernels = {part.kernel: seconds for part, seconds in own.items()}
+        at_once = max(own, key=lambda part: own[part]).at_once
+        yield {**row, "kernels": kernels, "at_once": at_once, "fewer": any_part.fewer}
 
 
 def _row(
@@ -289,9 +273,7 @@ def _row(
         "flops": flops * images,
         "bytes": size * images,
         "multiply_adds": multiply_adds * images,
-        "kernels": {},
-        "at_once": "",
-        "fewer": "",
+        **{"kernels": {}, "at_once": "", "fewer": ""},
     }
 
 

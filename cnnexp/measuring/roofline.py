@@ -16,7 +16,6 @@ import numpy as np
 import threadpoolctl
 
 from cnnexp import network
-from cnnexp.network import Stage
 from cnnexp.system import cores
 
 BYTES = 4  # of a float32, and of an argmax
@@ -27,7 +26,7 @@ TRAFFIC_BYTES = 1 << 28  # of a round and thread: milliseconds, so that waking a
 ROUNDS = 3  # the best of them counts: a limit is what the machine can do
 
 
-def work_per_image(stage: Stage, what: str, batch_size: int, needs_dx: bool = True) -> tuple[float, float]:
+def work_per_image(stage: network.Stage, what: str, batch_size: int, needs_dx: bool = True) -> tuple[float, float]:
     """Return (floating-point operations, bytes) of one image's pass, `forward` or `backward`, through one layer.
 
     The images of a batch share one reading of the weights. `needs_dx` says whether the backward pass computes the
@@ -61,7 +60,7 @@ def work_per_image(stage: Stage, what: str, batch_size: int, needs_dx: bool = Tr
 
 
 def fused_work(
-    stages: Sequence[Stage], what: str, batch_size: int, needs_dx: bool, multiply_adds: int
+    stages: Sequence[network.Stage], what: str, batch_size: int, needs_dx: bool, multiply_adds: int
 ) -> tuple[float, float]:
     """Return (floating-point operations, bytes) of one image's pass through layers that are computed at once.
 

@@ -86,10 +86,8 @@ def alone(uri: str) -> Iterator[None]:
     if not uri.startswith("sqlite"):
         yield
         return
-    database_of(uri).parent.mkdir(parents=True, exist_ok=True)
-    lock = sqlite3.connect(f"{database_of(uri)}.lock", timeout=OPEN_S, isolation_level=None)
-    try:
+    path = database_of(uri)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with contextlib.closing(sqlite3.connect(f"{path}.lock", timeout=OPEN_S, isolation_level=None)) as lock:
         lock.execute("BEGIN EXCLUSIVE")
         yield
-    finally:
-        lock.close()

@@ -52,7 +52,11 @@ def command(arguments: Sequence[str]) -> None:
     sys.stdout.flush()
     if view.has_screen(os.environ):
         subprocess.Popen([sys.executable, "-m", __name__, address], start_new_session=True)
-    served = serving(uri, port)
+    served = [sys.executable, "-m", "mlflow", "ui", "--backend-store-uri", uri]
+    if location := artifact_location(uri):
+        served += ["--default-artifact-root", location]
+    # to this machine alone; one worker, of MLflow's four, starts four times as fast and is enough for one person
+    served += ["--host", view.HOST, "--port", str(port), "--workers", "1"]
     # this process becomes MLflow's, so whatever ends it ends the page
     os.execve(served[0], served, {"MLFLOW_DISABLE_TELEMETRY": "true", **os.environ})
 
@@ -64,15 +68,6 @@ def has_pages() -> bool:
     with contextlib.suppress(metadata.PackageNotFoundError):
         return bool(metadata.version("mlflow"))
     return False
-
-
-def serving(uri: str, port: int) -> list[str]:
-    """Return the command that serves MLflow's web page, to this machine alone, on a store of `store_uri`."""
-    command = [sys.executable, "-m", "mlflow", "ui", "--backend-store-uri", uri]
-    if location := artifact_location(uri):
-        command += ["--default-artifact-root", location]
-    # one worker, of MLflow's four, starts four times as fast and is enough for one person
-    return [*command, "--host", view.HOST, "--port", str(port), "--workers", "1"]
 
 
 def last_experiment(uri: str) -> tuple[str | None, bool]:

@@ -26,15 +26,8 @@ DIED = "DIED"  # of one that never ended
 MODEL, EXAMPLE = "model", "input_example.json"  # folder of the run's, and an image in it that the model takes
 MOST_BYTES, MOST_LINE = 1 << 32, 1 << 24  # of a journal, and of an event in it
 _UNENDED: dict[str, Any] = {
-    "status": DIED,
-    "error": "the process died",
-    "fallback": None,
-    "disturbed": None,
-    "metrics": {},
-    "tags": {},
-    "model": None,
-    "artifacts": [],
-    "stored": False,
+    **{"status": DIED, "error": "the process died", "fallback": None, "disturbed": None, "stored": False},
+    **{"metrics": {}, "tags": {}, "model": None, "artifacts": []},
 }
 
 

@@ -40,10 +40,10 @@ class Figure(PlainFigure):
 
 
 def draw_run(
-    folder: Path | str,
+    folder: Path,
     epochs: Sequence[Mapping[str, float]],
     baseline_s: Sequence[float | None],
-    predictions: Path | str,
+    predictions: Path,
     classes: Sequence[str],
     title: str,
 ) -> None:
@@ -56,17 +56,13 @@ def draw_run(
     """
     with np.load(predictions, allow_pickle=False) as arrays:
         labels, predicted = arrays["labels"], arrays["predicted"]
-    figures = {
-        "learning": learning(epochs),
-        "epoch_time": epoch_time(epochs, baseline_s),
-        "confusion": confusion(labels, predicted, classes),
-        "recall": recall(labels, predicted, classes),
-    }
-    for name, figure in figures.items():
-        save(figure, Path(folder) / f"{name}.png", title)
+    save(learning(epochs), folder / "learning.png", title)
+    save(epoch_time(epochs, baseline_s), folder / "epoch_time.png", title)
+    save(confusion(labels, predicted, classes), folder / "confusion.png", title)
+    save(recall(labels, predicted, classes), folder / "recall.png", title)
 
 
-def draw_sweep(folder: Path | str, rows: Sequence[Mapping[str, Any]], varied: Sequence[str]) -> None:
+def draw_sweep(folder: Path, rows: Sequence[Mapping[str, Any]], varied: Sequence[str]) -> None:
     """Draw what a sweep compares into `folder`: epoch_time.png and, where it was measured, speedup.png.
 
     A row of a finished job holds what varied, by key, and its metrics, by name; the last of the keys in `varied` with
@@ -76,9 +72,8 @@ def draw_sweep(folder: Path | str, rows: Sequence[Mapping[str, Any]], varied: Se
         ("epoch_time", "time/median_epoch_s", "median epoch time (s)"),
         ("speedup", "speedup/median", "speedup over the baseline"),
     ):
-        measured = [row for row in rows if metric in row]
-        if measured:
-            save(comparison(measured, varied, metric, label), Path(folder) / f"{name}.png")
+        if measured := [row for row in rows if metric in row]:
+            save(comparison(measured, varied, metric, label), folder / f"{name}.png")
 
 
 def draw_profile(folder: Path, profile: Mapping[str, Any], title: str) -> None:
@@ -122,9 +117,7 @@ def explained(sides: Sequence[Side], title: str = "") -> Figure:
     """Return the parts of one or two steps as bars to one scale and, of the first, where it is known, its roofline."""
     table = rows(sides)
     pieces = [(at, row.pieces[0]) for at, row in enumerate(table)]
-    placed = [(at, piece) for at, piece in pieces if piece is not None and piece.flops and piece.bytes]
-    if not sides[0].limits:
-        placed = []
+    placed = [(at, piece) for at, piece in pieces if sides[0].limits and piece and piece.flops and piece.bytes]
     figure = new_figure(13 if placed else 8, max(4.2, 1.4 + 0.42 * len(table)))
     left, *right = figure.subplots(1, 2 if placed else 1, squeeze=False)[0]
     names = [short(row.name) for row in table]
@@ -141,8 +134,7 @@ def explained(sides: Sequence[Side], title: str = "") -> Figure:
 def _step_bars(axes: Axes, sides: Sequence[Side], table: Sequence[Row], names: Sequence[str]) -> None:
     height = 0.8 / len(sides)
     for i, side in enumerate(sides):
-        here = [(at, row.pieces[i]) for at, row in enumerate(table)]
-        drawn = [(at, piece) for at, piece in here if piece is not None]
+        drawn = [(at, piece) for at, row in enumerate(table) if (piece := row.pieces[i])]
         places = [at + (i - (len(sides) - 1) / 2) * height for at, _ in drawn]
         name = f"{short(side.label)}: {us_text(side.us)}"
         bars = axes.barh(places, [piece.us for _, piece in drawn], height, label=name)
@@ -162,38 +154,32 @@ def _roofline(figure: Figure, axes: Axes, pieces: Sequence[Piece], limits: Mappi
     most, bandwidths = limits["gflops"], roofs(limits)
     ridges = [most / bandwidth for bandwidth in bandwidths.values()]
     left, right = min(*ridges, *intensity) / 2, max(*ridges, *intensity) * 2
-    lines = []
     for (name, bandwidth), ridge, dash in zip(bandwidths.items(), ridges, ("-", "--", "-.", ":"), strict=False):
         x = np.geomspace(left, ridge, 400)
         axes.plot(x, x * bandwidth, dash, color="black", label=f"limit by {name}: {bandwidth:,.0f} GB/s")
-        lines.append((x, x * bandwidth))
     x = np.geomspace(min(ridges), right, 400)
     axes.plot(x, np.full_like(x, most), color="gray", label=f"limit by arithmetic: {most:,.0f} GFLOP/s")
-    lines.append((x, np.full_like(x, most)))
     for what, marker in (("forward", "o"), ("backward", "s")):
         chosen = [i for i, piece in enumerate(pieces) if piece.what == what]
         axes.scatter(intensity[chosen], speed[chosen], marker=marker, label=what, zorder=3)
-    axes.set_xscale("log")
-    axes.set_yscale("log")
-    axes.set_xlim(left, right)
-    axes.set_ylim(min(speed) / 4, max(most, *speed) * 2)
+    axes.set(xscale="log", yscale="log", xlim=(left, right), ylim=(min(speed) / 4, max(most, *speed) * 2))
     axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter(StrMethodFormatter("{x:g}"))
         axis.set_minor_formatter(NullFormatter())
     label_axes(axes, "arithmetic intensity (FLOP per byte, from the shapes)", "GFLOP/s")
     axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize="x-small")
-    _number(figure, axes, np.column_stack([intensity, speed]), lines)
+    _number(figure, axes, np.column_stack([intensity, speed]))
 
 
-def _number(figure: Figure, axes: Axes, points: np.ndarray, lines: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
+def _number(figure: Figure, axes: Axes, points: np.ndarray) -> None:
     """Write the number of each point near it, over no line, point or other number.
 
-    Points (N, 2) are in the units of the axes; lines are (x, y) of places close to each other on each of them.
+    Points (N, 2) are in the units of the axes; lines have places close to each other.
     """
     figure.draw_without_rendering()  # lays it out; from then on a pixel is known
     at = axes.transData.transform(points)
-    taken = np.vstack([at, *(axes.transData.transform(np.column_stack(line)) for line in lines)])
+    taken = np.vstack([at, *(axes.transData.transform(line.get_xydata()) for line in axes.get_lines())])
     angles = np.linspace(0, 2 * np.pi, 24, endpoint=False)
     around = np.vstack([r * np.column_stack([np.cos(angles), np.sin(angles)]) for r in range(12, 240, 6)])
     half = np.array([4 + 3 * len(str(len(points))), 7])  # of the room for a number, in pixels
@@ -280,8 +266,7 @@ def confusion(labels: np.ndarray, predicted: np.ndarray, classes: Sequence[str])
             colour = "white" if shares[row, column] > 0.5 else "black"
             text = axes.text(column, row, counts[row, column], ha="center", va="center", fontsize="x-small")
             text.set(color=colour, in_layout=False)  # inside the axes, so nothing has to make room for it
-    axes.set_xlabel("predicted")
-    axes.set_ylabel("true")
+    axes.set(xlabel="predicted", ylabel="true")
     return figure
 
 
@@ -327,12 +312,11 @@ def _bars(rows: Sequence[Mapping[str, Any]], varied: Sequence[str], metric: str,
     axes = figure.subplots()
     values = [row[metric] for row in rows]
     # a logarithmic axis where the slowest would hide the others
-    axes.set_xscale("log" if max(values) > 50 * min(values) > 0 else "linear")
+    axes.set(xscale="log" if max(values) > 50 * min(values) > 0 else "linear", xlabel=label)
     bars = axes.barh([f"{_name(row, varied)} " for row in rows], values)
     axes.bar_label(bars, [f" {value:.3g}" for value in values])
     axes.margins(x=0.15)
     axes.invert_yaxis()
-    axes.set_xlabel(label)
     return figure
 
 
@@ -394,8 +378,7 @@ def column_of(rows: Sequence[Mapping[str, Any]], key: str) -> list[Any]:
 
 
 def label_axes(axes: Axes, x: str, y: str) -> None:
-    axes.set_xlabel(x)
-    axes.set_ylabel(y)
+    axes.set(xlabel=x, ylabel=y)
     axes.grid(alpha=0.3)
 
 

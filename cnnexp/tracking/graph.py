@@ -17,7 +17,6 @@ from onnx import TensorProto, helper, numpy_helper
 from cnnexp import network as net
 from cnnexp.backends.protocol import State
 from cnnexp.errors import ConfigError
-from cnnexp.network import Network, Stage
 from cnnexp.network.losses import Loss
 from cnnexp.network.reader import NATIVE
 from cnnexp.network.recorded import Recorded
@@ -31,7 +30,7 @@ OPERATORS = {
 """ONNX's operators of `Recorded`."""
 
 
-def build(network: Network, loss: Loss, state: State, pixels: str, classes: Sequence[str]) -> onnx.ModelProto:
+def build(network: net.Network, loss: Loss, state: State, pixels: str, classes: Sequence[str]) -> onnx.ModelProto:
     """Return the graph of what `model.Classifier.predict` computes.
 
     Its input is `images` (N, *input_shape) of the dtype `pixels`, `uint8` standing for value / 255; its output is
@@ -82,13 +81,13 @@ class _Writer:
         self.tensors.append(numpy_helper.from_array(np.ascontiguousarray(value).reshape(np.shape(value)), name))
         return name
 
-    def stages(self, stages: Sequence[Stage], x: str) -> str:
+    def stages(self, stages: Sequence[net.Stage], x: str) -> str:
         """Add layers one after another; return the last one's value."""
         for stage in stages:
             x = self._stage(stage, x)
         return x
 
-    def _stage(self, stage: Stage, x: str) -> str:
+    def _stage(self, stage: net.Stage, x: str) -> str:
         name = stage.name
         match stage:
             case net.ConvStage():
@@ -135,7 +134,7 @@ class _Writer:
         skipped = self.add("Slice", x, *(self.constant(np.array(numbers)) for numbers in ranges))
         return self.add("Pad", skipped, self.constant(np.array((0,) * 5 + (more, 0, 0))))
 
-    def _weights(self, stage: Stage, order: tuple[int, ...]) -> list[str]:
+    def _weights(self, stage: net.Stage, order: tuple[int, ...]) -> list[str]:
         """Add a layer's parameters, the weight's axes in another order."""
         flat, given = self._state["parameters"], ((stage.weight, order), (stage.bias, (0,)))
         return [self.constant(p.view(flat).transpose(axes), p.name) for p, axes in given if p is not None]

@@ -17,7 +17,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 
@@ -79,6 +79,7 @@ class Record(ABC):
     ) -> None:
         self.folder, self.name, self.contended = Path(folder), name or default_name(config, overrides), contended
         self.metrics: dict[str, float] = {}  # what is recorded once, at the end
+        self.tags: dict[str, str] = {}  # that become known only after `begin`
         self.verdict: list[verdict.Row] = []  # what it ends with; empty without an epoch
         # takes what a finished run's verdict says: its results before the store has them, then where they are
         self.show: Callable[[Sequence[verdict.Row]], None] = lambda rows: None
@@ -128,7 +129,7 @@ class Record(ABC):
         """Store a file or folder, if it exists at the end, under the folder `target` of the artifacts."""
         self._artifacts.append((os.path.relpath(path, self.folder), target))
 
-    def _end(self, status: str, tags: dict[str, str], drawn: bool) -> None:
+    def _end(self, status: str, drawn: bool) -> None:
         """Draw the figures where they are wanted, conclude, end the journal, wait for the store to have it all."""
         try:
             if self._recorder is not None and self.begun:
@@ -139,14 +140,13 @@ class Record(ABC):
             self.lost = lost
         except Exception as failure:
             self.lost = TrackingError(f"the record cannot be completed: {type(failure).__name__}: {failure}")
-        recorded = False
         try:
             recorded = self._recorded()  # for the id, which the verdict names
         finally:
             if (page := self._conclude(status)) is not None:
                 (self.folder / REPORT).write_text(page, encoding="utf-8")
-                tags["mlflow.note.content"] = page
-            facts = {"status": status, "tags": tags, "metrics": self.metrics, "artifacts": self._artifacts}
+                self.tags["mlflow.note.content"] = page
+            facts = {"status": status, "tags": self.tags, "metrics": self.metrics, "artifacts": self._artifacts}
             note(self._journal, "finish", **facts, time_ms=int(time.time() * 1000))
         if recorded and self._recorded():
             note(self._journal, "stored")
@@ -171,7 +171,7 @@ class Record(ABC):
         """Come to the verdict; return it as Markdown, None where there is nothing to say."""
 
 
-class Run(Record, Observer):
+class Run(Record, Observer, contextlib.AbstractContextManager["Run"]):
     """Context manager: one run's journal, MLflow record and figures.
 
     Leaving the block ends the run: FINISHED, KILLED after Ctrl-C or SIGTERM, FAILED after any other exception, which
@@ -187,21 +187,16 @@ class Run(Record, Observer):
     course = verdict.Course()  # how the run began and ended
     model: Path | None = None  # the checkpoint that is the run's model, should it end now, for MLflow to load
     augmented: np.ndarray | None = None  # the first images as the first epoch sees them
-    _tags: Mapping[str, str] = {}
     _skipped = False
-
-    def __enter__(self) -> Self:
-        return self
 
     def skip_if_finished(self) -> bool:
         """Return whether the store has a finished run of the same config; this run then takes over its metrics."""
         if self._recorder is None:
             return False
-        metrics = None
         with contextlib.suppress(NoAnswerYet):
             metrics = self._recorder.call("finished", within_s=ANSWER_S, config_hash=self._hash)
-        self._skipped = metrics is not None
-        self.metrics.update(metrics or {})
+            self._skipped = metrics is not None
+            self.metrics.update(metrics or {})
         return self._skipped
 
     def begin(self, dataset: Dataset, network: Network, backend: Backend, workers: int = 1) -> None:
@@ -225,12 +220,8 @@ class Run(Record, Observer):
             **backend.facts,  # of a GPU: what it can do, driver and toolkit
         }
         splits = {name: getattr(dataset, name) for name in ("train", "test", "validation")}
-        described = {
-            "name": dataset.name,
-            "sha256": dataset.sha256,
-            "source": dataset.source,
-            "profile": {name: len(split.labels) for name, split in splits.items() if split is not None},
-        }
+        sizes = {name: len(split.labels) for name, split in splits.items() if split is not None}
+        described = {"name": dataset.name, "sha256": dataset.sha256, "source": dataset.source, "profile": sizes}
         self._begin(tags, flatten(self._config), dataset=described, parent=self._parent)
         for epoch in sorted(self._known.keys() - self._noted):  # for who goes on with this one, should it end untrained
             note(self._journal, "epoch", epoch=epoch, **self._known[epoch])
@@ -308,10 +299,6 @@ class Run(Record, Observer):
             self._take_id(look.result())
         return look
 
-    def tag(self, name: str, value: str) -> None:
-        """Add a tag that becomes known only after `begin`."""
-        self._tags = {**self._tags, name: value}
-
     def add_profile(self, profile: Mapping[str, Any]) -> None:
         """Store where the time went: `ledger.report`."""
         self.profile = profile
@@ -323,30 +310,30 @@ class Run(Record, Observer):
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         status = "SKIPPED" if self._skipped else _status(error)
-        tags = {**self._tags, **({} if error is None else {"error": _one_line(error)})}
+        if error is not None:
+            self.tags["error"] = next(iter(str(error).strip().splitlines()), type(error).__name__)
         if isinstance(error, Diverged):
-            tags["diverged"] = "true"
+            self.tags["diverged"] = "true"
         with self._locks, self._journal:
             if self.begun and self.epochs:
-                self._summarize(status, tags)
-            self._end(status, tags, drawn=status == "FINISHED")
+                self._summarize(status)
+            self._end(status, drawn=status == "FINISHED")
         if self.lost is not None and error is None:
             raise TrackingError(
                 f"{self.lost}; all {len(self.epochs)} epochs are in {self.folder / JOURNAL}; "
                 f"{environment.program_name()} sync {self.folder} sends them"
             )
 
-    def _summarize(self, status: str, tags: dict[str, str]) -> None:
+    def _summarize(self, status: str) -> None:
         """Come to the results of the epochs, of which there is one at least."""
         baseline, target = (self._config["trainer"].get(key) for key in ("baseline", "target"))
         self.metrics.update(summary(self.epochs, self.contended, target))
         if self.interference is not None:
             self.metrics["time/others_share"] = self.interference.others
             if self.interference.known:
-                tags[events.DISTURBED] = str(self.interference.disturbed).lower()
-        self.verdict = verdict.run_rows(
-            self.epochs, self.metrics, baseline, self.contended, self.interference, self.parts, self.course
-        )
+                self.tags[events.DISTURBED] = str(self.interference.disturbed).lower()
+        conditions = self.contended, self.interference, self.parts, self.course
+        self.verdict = verdict.run_rows(self.epochs, self.metrics, baseline, *conditions)
         if target is not None:
             self.verdict.append(("target", verdict.to_target(target, self.metrics)))
         if self.profile is not None:
@@ -378,15 +365,9 @@ class Run(Record, Observer):
         test, folder = self._dataset.test.images, self.folder / MODEL
         folder.mkdir(exist_ok=True)
         (folder / events.EXAMPLE).write_text(json.dumps(test[:1].tolist()), encoding="utf-8")
-        note(
-            self._journal,
-            "model",
-            checkpoint=os.path.relpath(checkpoint, self.folder),
-            shape=list(test.shape[1:]),
-            pixels=str(test.dtype),
-            classes=len(self._dataset.classes),
-            step=self.epochs[-1].epoch,
-        )
+        takes = {"shape": list(test.shape[1:]), "pixels": str(test.dtype), "classes": len(self._dataset.classes)}
+        path, step = os.path.relpath(checkpoint, self.folder), self.epochs[-1].epoch
+        note(self._journal, "model", checkpoint=path, **takes, step=step)
 
     def _draw(self) -> None:
         from cnnexp.tracking import figures  # loads Matplotlib
@@ -429,8 +410,3 @@ def _status(error: BaseException | None) -> str:
     if isinstance(error, BackendUnavailable):
         return events.LACKING
     return "KILLED" if isinstance(error, KeyboardInterrupt | SystemExit) else "FAILED"
-
-
-def _one_line(error: BaseException) -> str:
-    text = str(error).strip().splitlines()
-    return text[0] if text else type(error).__name__

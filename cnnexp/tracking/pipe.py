@@ -13,7 +13,7 @@ import sqlite3
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import IO, Any, cast
@@ -35,8 +35,6 @@ CLIENT_SETTINGS = {
     "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",  # it would show the password in a store's address
     "MLFLOW_LOGGING_LEVEL": "CRITICAL",  # what fails is said once, by us
 }
-
-
 _early: list[subprocess.Popen[str]] = []
 
 
@@ -79,8 +77,7 @@ class Recorder:
         self._deaths, self._slow = 0, False
         self._folder: Path | None = None  # that was looked into last
         self._look: Future[Any] | None = None
-        early = _early.pop() if _early else None
-        self._start(early if early is not None and early.poll() is None else None)
+        self._start()
 
     def follow(self, folder: Path) -> Future[Any]:
         """Have the recorder look into the journal of a folder, and give it a moment for what is new there.
@@ -122,7 +119,11 @@ class Recorder:
     def ask(self, method: str, /, **arguments: Any) -> Future[Any]:
         """Call a method of `store.Store`; return its value to come; raise TrackingError where no process can start."""
         if not self._alive:
-            self._restart()
+            self._deaths += 1
+            if self._deaths > MOST_DEATHS:
+                raise TrackingError(self._death)
+            self.close()
+            self._start()
         return self._send(method, arguments)
 
     def call(self, method: str, /, within_s: float | None = None, **arguments: Any) -> Any:
@@ -132,35 +133,33 @@ class Recorder:
             NoAnswerYet: the store is silent for `within_s`; None waits until it is called dead.
             TrackingError: the method raised, the recorder was called dead, or recorders die one after the other.
         """
+        timeout_s = ANSWER_S if within_s is None else within_s
         while True:
-            with contextlib.suppress(RecorderDied):
-                return self._await(self.ask(method, **arguments), within_s)
+            try:
+                return self._patiently(self.ask(method, **arguments).result, timeout_s)
+            except RecorderDied:
+                continue
+            except TimeoutError:
+                if within_s is not None:
+                    raise NoAnswerYet(f"{self._store}: no answer yet") from None
+                self._process.kill()
+                raise TrackingError(f"{self._store}: no answer in {ANSWER_S:g} s") from None
 
     def close(self) -> None:
         """Let the recorder finish and end, or raise TrackingError where it hangs. Idempotent."""
         with contextlib.suppress(OSError, ValueError):
             self._calls.close()
-        heartbeat = Heartbeat(ANSWER_S, LOOK_S)
-        while True:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(LOOK_S)
-                break
-            if self._is_silent(heartbeat):
-                self._process.kill()
-                raise TrackingError(f"{self._store}: the recorder process hung at its end and was killed")
+        try:
+            self._patiently(self._process.wait, ANSWER_S)
+        except TimeoutError:
+            self._process.kill()
+            raise TrackingError(f"{self._store}: the recorder process hung at its end and was killed") from None
         self._listener.join()
 
-    def _restart(self) -> None:
-        """Start another process in place of one that died; raise TrackingError after `MOST_DEATHS` that did nothing."""
-        self._deaths += 1
-        if self._deaths > MOST_DEATHS:
-            raise TrackingError(self._death)
-        self.close()
-        self._start()
-
-    def _start(self, process: subprocess.Popen[str] | None = None) -> None:
+    def _start(self) -> None:
+        early = _early.pop() if _early else None
         try:
-            self._process = process or _start_process()
+            self._process = early if early is not None and early.poll() is None else _start_process()
         except OSError as error:
             raise TrackingError(
                 f"{self._store}: the recorder process cannot be started: {reason_of(error)}; tracking=none does "
@@ -209,29 +208,21 @@ class Recorder:
         for answer in waiting.values():
             answer.set_exception(RecorderDied(self._death))
 
-    def _await(self, answer: Future[Any], within_s: float | None) -> Any:
-        heartbeat = Heartbeat(ANSWER_S if within_s is None else within_s, LOOK_S)
+    def _patiently(self, wait_for: Callable[[float], Any], timeout_s: float) -> Any:
+        """Return what comes; TimeoutError once the process says nothing for too long, nor computes, as MLflow loads."""
+        heartbeat = Heartbeat(timeout_s, LOOK_S)
         while True:
-            with contextlib.suppress(TimeoutError):
-                return answer.result(LOOK_S)
-            if self._is_silent(heartbeat):
-                break
-        if within_s is not None:
-            raise NoAnswerYet(f"{self._store}: no answer yet")
-        self._process.kill()
-        raise TrackingError(f"{self._store}: no answer in {ANSWER_S:g} s")
-
-    def _is_silent(self, heartbeat: Heartbeat) -> bool:
-        """Return whether the process has said nothing for too long, nor computed, as to load MLflow."""
-        return heartbeat.look(int(_computed_s(self._process.pid) / (heartbeat.timeout_s * LEAST_SHARE)))
+            with contextlib.suppress(TimeoutError, subprocess.TimeoutExpired):
+                return wait_for(LOOK_S)
+            if heartbeat.look(int(_computed_s(self._process.pid) / (timeout_s * LEAST_SHARE))):
+                raise TimeoutError
 
 
 def _computed_s(pid: int) -> float:
     import psutil  # where somebody is silent, and nowhere else
 
     with contextlib.suppress(psutil.Error):
-        times = psutil.Process(pid).cpu_times()
-        return float(times.user + times.system)
+        return float(sum(psutil.Process(pid).cpu_times()[:2]))  # user and system
     return 0.0
 
 

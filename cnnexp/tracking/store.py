@@ -60,11 +60,9 @@ METRICS_PER_CALL = 1000
 PARENT = "mlflow.parentRunId"  # tag: the run of the sweep that a run is a job of
 EXPERIMENT_TAGS = {"mlflow.experimentKind": "custom_model_development"}  # the page opens on runs, not on GenAI traces
 DATABASE_LINE = re.compile(r"\([\w.]*(?:Error|Exception)\) .*")  # as SQLAlchemy quotes its driver
+FILES = ("config.json", "report.md", "predictions.npz", "profile.json")
 # what a run leaves in its folder -> the folder among its artifacts
-ARTIFACTS = {
-    **{"config.json": None, "report.md": None, "predictions.npz": None, "profile.json": None},
-    **{"figures": "figures", "checkpoints": "checkpoints"},
-}
+ARTIFACTS = {**dict.fromkeys(FILES), "figures": "figures", "checkpoints": "checkpoints"}
 DIGEST_LENGTH = 36  # MLflow's limit
 
 
@@ -136,26 +134,26 @@ class Store:
         """
         where = Path(folder).resolve()
         self._followed.pop(folder, None)
-        try:
-            with refused(TrackingError, str(where)):
-                lock = RunLock(where, RECORDER)
-        except ConfigError:
-            return None
-        try:
+        with contextlib.ExitStack() as lock:
+            try:
+                with refused(TrackingError, str(where)):
+                    lock.callback(RunLock(where, RECORDER).release)
+            except ConfigError:
+                return None
             followed = _Followed(Journal(where))
             facts = followed.journal.read()
             with self._explained("cannot be written"):
                 key = facts["begin"].get("key")
                 found = self._of_key(key)
-                if key is None or (found is None and not followed.journal.has_results) or _elsewhere(found, where, key):
+                there = Path(found.data.tags.get(FOLDER, where)) if found else where
+                goes_on_there = there != where and _key_in(there) == key
+                if key is None or (found is None and not followed.journal.has_results) or goes_on_there:
                     return None
             self._bring_up(followed, where, has_ended=True)
             with open_journal(where / JOURNAL) as file:
                 note(file, "recorded", run_id=followed.run_id)
                 note(file, "stored")
             return followed.run_id
-        finally:
-            lock.release()
 
     def look(self) -> None:
         """Look into all journals that are followed, and say of every open run that it is alive, where that is due."""
@@ -189,6 +187,8 @@ class Store:
                 `SCHEMA` 3 have it.
             is_live: whether our owner runs it, and has not only found its journal.
         """
+        from mlflow.entities import Param
+
         if isinstance(parent, Mapping):
             parent = self.begin(**parent, is_live=False)
         tags = {**tags, **({KEY: key} if key else {}), **({PARENT: parent} if parent else {})}
@@ -203,7 +203,12 @@ class Store:
                     self._client.set_tag(run_id, tag, value)
                 if "error" in found.data.tags:
                     self._client.delete_tag(run_id, "error")
-            self._describe(run_id, found, params, dataset)
+            there = found.data.params if found else {}  # what it has not been given before
+            entries = [Param(key, value) for key, value in params.items() if key not in there]
+            for start in range(0, len(entries), PARAMS_PER_CALL):
+                self._client.log_batch(run_id, params=entries[start : start + PARAMS_PER_CALL])
+            if dataset is not None and not (found and found.inputs and found.inputs.dataset_inputs):
+                self._client.log_inputs(run_id, [_dataset_input(dataset)])
         return run_id
 
     def _bring_up(self, followed: _Followed, folder: Path, has_ended: bool = False) -> None:
@@ -248,13 +253,9 @@ class Store:
             return  # by a recorder that died before it could say so
         data = Path(shutil.copy(folder / model["checkpoint"], folder / MODEL))
         logged = self._client.create_logged_model(self._experiment_id, MODEL, run_id)
-        described = {
-            "artifact_path": logged.artifact_location,
-            "model_id": logged.model_id,
-            "run_id": run_id,
-            **_describe_model(data.name, model["shape"], model["pixels"], model["classes"]),
-        }
-        (folder / MODEL / "MLmodel").write_text(yaml.safe_dump(described), encoding="utf-8")
+        whose = {"artifact_path": logged.artifact_location, "model_id": logged.model_id, "run_id": run_id}
+        described = yaml.safe_dump({**whose, **_describe_model(data.name, model)})
+        (folder / MODEL / "MLmodel").write_text(described, encoding="utf-8")
         self._client.log_model_artifacts(logged.model_id, str(folder / MODEL))
         self._client.finalize_logged_model(logged.model_id, "READY")
         self._client.log_outputs(run_id, [LoggedModelOutput(logged.model_id, model["step"])])
@@ -332,19 +333,6 @@ class Store:
                     return None, made
                 self._client.delete_run(made)  # a server cannot be locked: who was first stays
             return found, found.info.run_id
-
-    def _describe(
-        self, run_id: str, found: Run | None, params: Mapping[str, str], dataset: Mapping[str, Any] | None
-    ) -> None:
-        """Give a run those of its params, and its data set, that it has not been given before."""
-        from mlflow.entities import Param
-
-        there = found.data.params if found else {}
-        entries = [Param(key, value) for key, value in params.items() if key not in there]
-        for start in range(0, len(entries), PARAMS_PER_CALL):
-            self._client.log_batch(run_id, params=entries[start : start + PARAMS_PER_CALL])
-        if dataset is not None and not (found and found.inputs and found.inputs.dataset_inputs):
-            self._client.log_inputs(run_id, [_dataset_input(dataset)])
 
     def _send(self, run_id: str, metrics: Sequence[Metric]) -> None:
         for start in range(0, len(metrics), METRICS_PER_CALL):
@@ -438,7 +426,7 @@ def _dataset_input(dataset: Mapping[str, Any]) -> DatasetInput:
     return DatasetInput(entity, [InputTag("mlflow.data.context", "training and test")])
 
 
-def _describe_model(data: str, shape: Sequence[int], pixels: str, classes: int) -> dict[str, Any]:
+def _describe_model(data: str, model: Mapping[str, Any]) -> dict[str, Any]:
     """Return what stands in a model's `MLmodel` file, as MLflow 3 documents it, but for whose it is.
 
     MLflow's own classes for it need pandas, which nothing else here does.
@@ -447,23 +435,18 @@ def _describe_model(data: str, shape: Sequence[int], pixels: str, classes: int) 
     def tensor(dtype: str, *sizes: int) -> str:
         return json.dumps([{"type": "tensor", "tensor-spec": {"dtype": dtype, "shape": [-1, *sizes]}}])
 
+    takes, gives = tensor(model["pixels"], *model["shape"]), tensor("float32", model["classes"])
     loader = {"loader_module": "cnnexp.tracking.model", "data": data, "python_version": platform.python_version()}
     return {
         # who loads it may choose another backend: load_model(..., model_config={"backend": "cpu-simd"})
         "flavors": {"python_function": {**loader, "config": {"backend": "numpy"}}},
-        "signature": {"inputs": tensor(pixels, *shape), "outputs": tensor("float32", classes), "params": None},
+        "signature": {"inputs": takes, "outputs": gives, "params": None},
         # MLflow then hands on what it is given: else it refuses lists and texts before the model sees them
         "is_signature_from_type_hint": True,
         "saved_input_example_info": {"artifact_path": EXAMPLE, "type": "ndarray", "format": "tf-serving"},
         "mlflow_version": metadata.version("mlflow-skinny"),
         "utc_time_created": time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime()),
     }
-
-
-def _elsewhere(found: Run | None, folder: Path, key: str) -> bool:
-    """Return whether a run is gone on with in another folder, which is there."""
-    there = found.data.tags.get(FOLDER) if found else None
-    return there is not None and Path(there) != folder and _key_in(Path(there)) == key
 
 
 def _key_in(folder: Path) -> str | None:
@@ -564,12 +547,20 @@ class _Server:
         return None if name == "open" else getattr(self.store, name)(**arguments)
 
 
-def serve(lines: Iterator[str], answer: Callable[[str], None], owner: int) -> None:
-    """Run the calls of a `cnnexp.tracking.pipe.Recorder`, in the process `owner`, until its pipe closes."""
+def main() -> None:
+    """Run the calls of a `cnnexp.tracking.pipe.Recorder`, in the process that we are given, until its pipe closes.
+
+    What libraries print goes to standard error, so answers stay clean.
+    """
+    gc.disable()  # until a run has ended: MLflow loads in two thirds of the time
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    warnings.simplefilter("ignore")
+    logging.disable(logging.CRITICAL)  # what fails is an answer, one line; libraries add pages of tracebacks
     calls: queue.SimpleQueue[str] = queue.SimpleQueue()
-    hold, server, line = _Hold(), _Server(owner), "\n"
+    hold, server, line = _Hold(), _Server(int(sys.argv[1])), "\n"
     sys.meta_path.insert(0, cast(Any, hold))
-    threading.Thread(target=_listen, args=(lines, calls, hold), daemon=True).start()
+    threading.Thread(target=_listen, args=(iter(sys.stdin.readline, ""), calls, hold), daemon=True).start()
     while line.endswith("\n"):  # else it is the end, or cut short: its writer died
         try:
             line = calls.get(timeout=POLL_S)
@@ -588,25 +579,11 @@ def serve(lines: Iterator[str], answer: Callable[[str], None], owner: int) -> No
             except Exception as failure:
                 error = f"the record of the run cannot be completed: {type(failure).__name__}: {failure}"
             if call_id is not None:
-                answer(json.dumps([call_id, value, error]) + "\n")
+                with contextlib.suppress(BrokenPipeError):  # the caller died; what it asked for is done all the same
+                    answers.write(json.dumps([call_id, value, error]) + "\n")
+                    answers.flush()
     if server.store is not None:
         server.store.close()
-
-
-def main() -> None:
-    """Serve standard input. What libraries print goes to standard error, so answers stay clean."""
-    gc.disable()  # until a run has ended: MLflow loads in two thirds of the time
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    warnings.simplefilter("ignore")
-    logging.disable(logging.CRITICAL)  # what fails is an answer, one line; libraries add pages of tracebacks
-
-    def answer(line: str) -> None:
-        with contextlib.suppress(BrokenPipeError):  # the caller died; what it has asked for is done nevertheless
-            answers.write(line)
-            answers.flush()
-
-    serve(iter(sys.stdin.readline, ""), answer, int(sys.argv[1]))
     os._exit(0)  # MLflow's modules take a second to tear down, and nothing is left to save
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from cnnexp.measuring.confidence import Interval, median_interval
 from cnnexp.measuring.interference import Interference
@@ -89,13 +90,10 @@ def speedup(interval: Interval, unit: str) -> str:
     """Return e.g. `9.31 x (median of 10 epochs; 8.9 to 9.6 with 98 % confidence; all 7.2 to 9.8)`."""
     if interval.count == 1:
         return f"{interval.median:.3g} x (one {unit}: how sure is not known)"
+    everything = f"{interval.least:.3g} to {interval.most:.3g}"
+    sure = f"{interval.low:.3g} to {interval.high:.3g} with {interval.confidence:.0%} confidence; all {everything}"
     if interval.count < MORE_EPOCHS:
-        sure = f"{interval.least:.3g} to {interval.most:.3g}, too few for an interval"
-    else:
-        sure = (
-            f"{interval.low:.3g} to {interval.high:.3g} with {interval.confidence:.0%} confidence; "
-            f"all {interval.least:.3g} to {interval.most:.3g}"
-        )
+        sure = f"{everything}, too few for an interval"
     return f"{interval.median:.3g} x (median of {interval.count} {unit}s; {sure})"
 
 
@@ -122,17 +120,9 @@ def to_target(target: float, metrics: Mapping[str, float]) -> str:
 def screen(rows: Sequence[Row], width: int = WIDTH) -> str:
     """Return rows as text that no screen of this width clips; a path that is longer goes over several lines."""
     indent = max(TITLE, *(len(title) for title, _ in rows)) + 2
-    return "\n".join(
-        textwrap.fill(
-            text,
-            max(width, indent + 20),
-            initial_indent=title.ljust(indent),
-            subsequent_indent=" " * indent,
-            break_long_words=False,
-            break_on_hyphens=False,
-        )
-        for title, text in rows
-    )
+    width = max(width, indent + 20)
+    style: dict[str, Any] = {"subsequent_indent": " " * indent, "break_long_words": False, "break_on_hyphens": False}
+    return "\n".join(textwrap.fill(text, width, initial_indent=title.ljust(indent), **style) for title, text in rows)
 
 
 def markdown(title: str, rows: Sequence[Row]) -> str:

@@ -55,6 +55,7 @@ FIXED = {"attributes.`Run Name`": 485, "runDateAndNestInfo": 145}
 BARS = ("speedup/median", "final/test_accuracy", "time/median_epoch_s", "throughput/median_images_per_s")
 LINES = ("test/accuracy", "train/loss")
 SECTION = "How much faster"
+ALL_RUNS = {"startTime": "ALL", "lifecycleFilter": "Active", "modelVersionFilter": "All Runs", "datasetsFilter": []}
 SHOWN = {"display": True, "isReordered": True, "columns": 2, "cardHeight": 640}
 MODE = "workflowType=machine_learning"  # without it the page may open for GenAI, on traces
 
@@ -67,10 +68,7 @@ def state() -> str:
             "searchFilter": "tags.kind = 'run'",
             "orderByKey": "metrics.`speedup/median`",
             "orderByAsc": False,
-            "startTime": "ALL",
-            "lifecycleFilter": "Active",
-            "modelVersionFilter": "All Runs",
-            "datasetsFilter": [],
+            **ALL_RUNS,
             "selectedColumns": list(COLUMNS),
             "columnOrder": [*FIXED, *COLUMNS],
             "columnWidths": {**FIXED, **COLUMNS},

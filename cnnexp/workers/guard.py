@@ -34,8 +34,6 @@ LINE_BYTES = 4096
 BEAT_S = 1.0  # between two signs of life
 LOOK_S = 2.0  # how often the guard looks who has given none
 SILENT = "has given no sign of life for {:g} s (workers.heartbeat_timeout_s)"
-
-
 Address = tuple[str, int, str]  # host and port where a guard listens, and the word that shows who belongs to the group
 
 

@@ -8,6 +8,7 @@ the weights) and sees all images: activations travel, the big weights never do.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
@@ -52,13 +53,13 @@ class HybridReplica(Replica):
         self._shared = features.parameter_count
 
     def gradients(self, handle: int, indices: np.ndarray) -> tuple[Totals, np.ndarray]:
-        with one_blas_thread():
-            totals, gradient = self._compute(self._splits[handle], indices)
-        return totals, np.concatenate([gradient, self._head.whole(self._head.gradient)])
+        totals, features = super().gradients(handle, indices)
+        return totals, np.concatenate([features, self._head.whole(self._head.gradient)])
 
     def apply(self, gradient: np.ndarray, rate: float) -> None:
+        self._buffer[:-3] = gradient[: self._shared]
         self._head.gradient[:] = self._head.own(gradient[self._shared :])
-        self._apply(gradient[: self._shared], rate)
+        self._apply(rate)
 
     def predict(self, handle: int) -> np.ndarray:
         count = len(self._splits[handle].labels)
@@ -83,12 +84,6 @@ class HybridReplica(Replica):
             own[:] = head.own(state.get(name, zeros)[shared:])
         head.step, head.seed = int(state.get("step", 0)), int(state.get("seed", 0))
 
-    def _step(self, split: Loaded, batch: np.ndarray, rate: float) -> Totals:
-        with one_blas_thread():
-            totals, gradient = self._compute(split, batch)
-            self._apply(gradient, rate)
-        return totals
-
     def _forward(self, split: Loaded, batch: np.ndarray, trains: bool) -> np.ndarray:
         """Return the scores (N, O) of a batch, on every worker."""
         mine = batch[share(len(batch), self.collective.size, self.collective.rank)]
@@ -98,21 +93,22 @@ class HybridReplica(Replica):
         x = self.collective.all_gather(rows.ravel(), sizes).reshape(len(batch), width)
         return self._head.forward(x, batch if trains else None)
 
-    def _compute(self, split: Loaded, batch: np.ndarray) -> tuple[Totals, np.ndarray]:
-        """Return the totals of a batch and the features' gradient; leave the columns' gradient in the head."""
+    def _gradients(self, split: Loaded, batch: np.ndarray) -> Totals:
+        """Leave the features' mean gradient of a batch in the buffer, the columns' in the head; return the totals."""
         count, mine = len(batch), share(len(batch), self.collective.size, self.collective.rank)
-        scores, labels = self._forward(split, batch, trains=True), split.labels[batch]
-        d_scores, losses, hits = np.empty_like(scores), np.empty(count, np.float32), np.empty(count, np.uint8)
-        compute(self.loss, scores, labels, np.float32(1 / count), d_scores, losses, hits)
-        d_rows = self._head.backward(d_scores)[mine]
-        gradient = self._features.backward(d_rows) if len(d_rows) else np.zeros(self._shared, np.float32)
-        self.collective.all_reduce(gradient)
+        with one_blas_thread():
+            scores, labels = self._forward(split, batch, trains=True), split.labels[batch]
+            d_scores, losses, hits = np.empty_like(scores), np.empty(count, np.float32), np.empty(count, np.uint8)
+            compute(self.loss, scores, labels, np.float32(1 / count), d_scores, losses, hits)
+            d_rows = self._head.backward(d_scores)[mine]
+            self._buffer[:-3] = self._features.backward(d_rows) if len(d_rows) else 0
+        self.collective.all_reduce(self._buffer[:-3])
         self._average_pending(len(d_rows) / count)
         self._images += len(d_rows)
-        return Totals(float(losses.sum(dtype=np.float64)), int(hits.sum(dtype=np.int64)), count), gradient
+        return Totals(float(losses.sum(dtype=np.float64)), int(hits.sum(dtype=np.int64)), count)
 
-    def _apply(self, gradient: np.ndarray, rate: float) -> None:
-        self.program.apply(gradient, rate)
+    def _apply(self, rate: float) -> None:
+        super()._apply(rate)
         self._head.apply(rate)
 
 
@@ -132,7 +128,6 @@ class Head:
         self.arrays = {name: np.zeros(size, np.float32) for name in ("parameters", *optimizer.slots)}
         self._parameters, *self._slots = self.arrays.values()
         self.step, self.seed = 0, 0
-        self._inputs: list[np.ndarray] = []
 
     def own(self, whole: np.ndarray) -> np.ndarray:
         """Return this worker's columns of a flat array over all of the head's parameters."""
@@ -155,7 +150,9 @@ class Head:
         self._inputs, self._run = [x], Run(len(x), *flat, images is not None, self.seed, self.step + 1, images)
         for stage, (w, b) in zip(self._stages, self._views(self._parameters), strict=True):
             if isinstance(stage, LinearStage):
-                x = self._join(x @ w + (0 if b is None else b), stage.output_shape[0])
+                columns = x @ w + (0 if b is None else b)  # of this worker
+                sizes = [len(x) * width for width in shares(stage.output_shape[0], self._collective.size)]
+                x = np.hstack([part.reshape(len(x), -1) for part in self._gather(columns.ravel(), sizes)])
             elif self._computes(stage):
                 y = np.empty_like(x)
                 forward_stage(_OPS, stage, self._run, x, y, None)
@@ -191,12 +188,6 @@ class Head:
             w, g, *slots = (own.view(flat) for flat in (self._parameters, self.gradient, *self._slots))
             self._optimizer.of(own.shape).apply(w, g, slots, rate, self.step)
 
-    def _join(self, columns: np.ndarray, outputs: int) -> np.ndarray:
-        """Return (N, outputs) out of every worker's columns of it."""
-        count = len(columns)
-        parts = self._gather(columns.ravel(), [count * width for width in shares(outputs, self._collective.size)])
-        return np.hstack([part.reshape(count, -1) for part in parts])
-
     def _gather(self, own: np.ndarray, sizes: Sequence[int]) -> list[np.ndarray]:
         """Return every worker's flat array, so many numbers long each."""
         return np.split(self._collective.all_gather(own, sizes), np.cumsum(sizes)[:-1])
@@ -209,8 +200,7 @@ class Head:
 
 def first_linear(network: Network, workers: int) -> int:
     """Return where linear layers begin; raise ConfigError without convolutions before, or outputs for all workers."""
-    layers = network.layers
-    first = next((i for i, layer in enumerate(layers) if isinstance(layer, Linear)), None)
+    first = next((i for i, layer in enumerate(network.layers) if isinstance(layer, Linear)), None)
     if first is None or not any(stage.macs for stage in network.stages[:first]):
         raise ConfigError("workers.sync=hybrid: needs convolutions, then linear layers; use workers.sync=gradients")
     for stage in network.stages[first:]:
@@ -230,14 +220,11 @@ def first_linear(network: Network, workers: int) -> int:
 def _layout(stages: tuple[Stage, ...], size: int, rank: int) -> list[tuple[Parameter, slice, Parameter]]:
     """Return for each parameter: its place among all of the head's, a worker's columns of it, their place there."""
     layout, everyone_at, own_at = [], 0, 0
-    for stage in stages:
-        for p in (stage.weight, stage.bias):
-            if p is not None:
-                columns = share(p.shape[-1], size, rank)
-                own_shape = (*p.shape[:-1], columns.stop - columns.start)
-                own = Parameter(p.name, own_shape, own_at, p.fan_in)
-                layout.append((Parameter(p.name, p.shape, everyone_at, p.fan_in), columns, own))
-                everyone_at, own_at = everyone_at + p.size, own_at + own.size
+    for p in (p for stage in stages for p in stage.parameters):
+        columns = share(p.shape[-1], size, rank)
+        own = replace(p, shape=(*p.shape[:-1], columns.stop - columns.start), offset=own_at)
+        layout.append((replace(p, offset=everyone_at), columns, own))
+        everyone_at, own_at = everyone_at + p.size, own_at + own.size
     return layout
 
 

@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from multiprocessing.process import BaseProcess
@@ -97,7 +97,7 @@ class LocalCollective:
     `check` is called every `CHECK_S` seconds of waiting and raises where another worker has died.
     """
 
-    def __init__(self, shared: SharedBuffer, rank: int, check: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, shared: SharedBuffer, rank: int, check: Callable[[], None]) -> None:
         self.rank, self.size, self.host_size, self.host_rank = rank, shared.size, shared.size, rank
         self._semaphores, self._check = shared.semaphores, check
         self._bytes = np.frombuffer(shared.memory, np.uint8).reshape(2, shared.size + 1, SLOT_BYTES)
@@ -189,27 +189,27 @@ def compile_local(spec: Spec, count: int, timeout_s: float) -> ParallelProgram:
     WorkerDied is raised where one could not be started, ended before it was ready, or was silent for `timeout_s`.
     """
     started = time.perf_counter()
-    with _explained(count):
-        shared = SharedBuffer(count)
-    children: list[_Child] = []
-    ended = threading.Event()
-    stopped = _watch(shared, 0, timeout_s, ended)
+    children, ended = list[_Child](), threading.Event()
 
     def check() -> None:
         for rank, (process, failure) in enumerate(children, 1):
             if why := _failure(process, failure) or (SILENT.format(timeout_s) if stopped(rank) else None):
                 raise WorkerDied(f"worker {rank} of {count} (pid {process.pid}) {why}")
 
-    collective = LocalCollective(shared, 0, check)
-
     def release(orderly: bool) -> None:
         ended.set()
         _stop(children, STOP_S if orderly else 0.0)
 
     try:
-        with _explained(count):
+        try:
+            shared = SharedBuffer(count)
+            stopped = _watch(shared, 0, timeout_s, ended)
             for rank in range(1, count):
                 children.append(_start(shared, rank, spec, timeout_s))
+        except OSError as error:  # the system refuses a process, a pipe or memory that processes share
+            why = f"not all of them can be started: {reason_of(error)}; lower workers.count"
+            raise WorkerDied(f"workers.count={count}: {why}") from error
+        collective = LocalCollective(shared, 0, check)
         replica = make_replica(spec, collective)
         collective.barrier()  # now the others find the kernels in the cache
         collective.barrier()
@@ -219,30 +219,19 @@ def compile_local(spec: Spec, count: int, timeout_s: float) -> ParallelProgram:
     return ParallelProgram(spec, collective, replica, time.perf_counter() - started, release)
 
 
-@contextlib.contextmanager
-def _explained(count: int) -> Iterator[None]:
-    """Say what was started where the system refuses a process, a pipe or memory that processes share."""
-    try:
-        yield
-    except OSError as error:
-        why = f"not all of them can be started: {reason_of(error)}; lower workers.count"
-        raise WorkerDied(f"workers.count={count}: {why}") from error
-
-
 def _start(shared: SharedBuffer, rank: int, spec: Spec, timeout_s: float) -> _Child:
     failure, writer = _CONTEXT.Pipe(duplex=False)
     process = _CONTEXT.Process(
         target=_work, args=(shared, rank, spec, timeout_s, writer), name=f"cnnexp-worker-{rank}", daemon=True
     )
-    before = {child.pid for child in psutil.Process().children()}
+    before = set(psutil.Process().children())
     try:
         process.start()
     except OSError:
         # one that was started, and never learns what to do, would end in a traceback of multiprocessing's
-        for child in psutil.Process().children():
-            if child.pid not in before:
-                child.kill()
-                child.wait()
+        for child in set(psutil.Process().children()) - before:
+            child.kill()
+            child.wait()
         raise
     writer.close()
     return process, failure
@@ -287,8 +276,7 @@ def _end(shared: SharedBuffer, parent: BaseProcess, reason: str) -> None:
 
 def _failure(process: SpawnProcess, failure: Connection) -> str | None:
     """Return why a worker has ended, None where it has not."""
-    code = process.exitcode
-    if code is None:
+    if (code := process.exitcode) is None:
         return None
     with contextlib.suppress(EOFError):
         if failure.poll():

@@ -13,7 +13,6 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -69,27 +68,24 @@ class Session:
         self.comm = MPI.COMM_WORLD
         self.collective = MpiCollective(self.comm)
         self.broken = False
-        address = None
-        if self.comm.rank == 0:
-            address = start_guard(self.comm.size, reachable=self.collective.host_size < self.comm.size)
-        address = self.comm.bcast(address)
-        self.member = Member(address, self.comm.rank, lambda: os._exit(WorkerDied.exit_code))
+        size, rank = self.comm.size, self.comm.rank
+        address = start_guard(size, reachable=self.collective.host_size < size) if rank == 0 else None
+        self.member = Member(self.comm.bcast(address), rank, lambda: os._exit(WorkerDied.exit_code))
 
     def compile(self, spec: Spec) -> Replica:
         """Compile this rank's part; return once all have, raise CnnexpError where this rank or another could not."""
         failure: CnnexpError | None = None
         try:
             backend = divide_threads(spec.backend, self.collective.host_size)
-            replica = make_replica(replace(spec, backend=backend), self.collective)
+            replica = make_replica(spec._replace(backend=backend), self.collective)
         except CnnexpError as error:
             failure = error
-        sizes = [1] * self.comm.size
-        failed = self.collective.all_gather(np.array([failure is not None], np.float32), sizes)
+        failed = self.comm.allgather(failure is not None)
         if failure is not None:
             raise failure
-        if failed.any():
+        if any(failed):
             replica.close()
-            raise WorkerDied(f"worker {int(failed.argmax())} of {self.comm.size} could not compile; see its message")
+            raise WorkerDied(f"worker {failed.index(True)} of {self.comm.size} could not compile; see its message")
         return replica
 
     def end(self) -> None:

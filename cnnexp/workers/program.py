@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partialmethod
 from typing import Any
 
@@ -31,7 +30,7 @@ SHORT, LONG = 1, 1 << 18  # floats in the all-reduces that the cost model's cons
 def make_replica(spec: Spec, collective: Collective) -> Replica:
     """Compile one worker's part, on the next GPU of its machine where the backend computes on one."""
     Diverged.in_one_line()
-    spec = replace(spec, backend=spec.backend.of_worker(collective.host_rank))
+    spec = spec._replace(backend=spec.backend.of_worker(collective.host_rank))
     if spec.sync == "hybrid":
         from cnnexp.workers.hybrid import HybridReplica
 
@@ -52,6 +51,7 @@ class ParallelProgram(Program[int]):
         self.network, self.loss, self.optimizer = spec.network, spec.loss, spec.optimizer
         self.batch_size, self.compile_s = spec.batch_size, compile_s
         self._spec, self._collective, self._replica, self._release = spec, collective, replica, release
+        self.predictable = spec.sync != "hybrid"  # whether the cost model covers how the workers keep together
         self._together, self._is_closed = True, False
         self._prediction: cost_model.Prediction | None = None
 
@@ -62,17 +62,8 @@ class ParallelProgram(Program[int]):
     def metrics(self) -> dict[str, float]:
         """Return `times`, e.g. as `workers/1/communicate_s`, and what was measured, by the names for the record."""
         names = ("compute_s", "communicate_s", "images")
-        times = {
-            f"workers/{rank}/{name}": float(value)
-            for rank, row in enumerate(self.times())
-            for name, value in zip(names, row, strict=True)
-        }
-        return {**times, **(self._prediction.metrics() if self._prediction else {})}
-
-    @property
-    def predictable(self) -> bool:
-        """Whether the cost model covers how the workers keep together."""
-        return self._spec.sync != "hybrid"
+        found = {f"workers/{rank}/{names[i]}": float(value) for (rank, i), value in np.ndenumerate(self.times())}
+        return {**found, **(self._prediction.metrics() if self._prediction else {})}
 
     def measure(self, split: Split) -> cost_model.Prediction:
         """Measure the cost model's constants and return what it says of epochs over `split`, if `predictable`."""
@@ -87,7 +78,7 @@ class ParallelProgram(Program[int]):
         threads = max(1, divide_threads(spec.backend, collective.host_size).threads)
         cores = usable_cores() / threads * collective.size / collective.host_size
         seconds = sum(cost_model.epoch_s(costs, training, collective.size, cores))
-        self._prediction = cost_model.Prediction(costs, training, collective.size, seconds)
+        self._prediction = cost_model.Prediction(costs, training, seconds)
         return self._prediction
 
     def extrapolate(self) -> list[dict[str, Any]]:

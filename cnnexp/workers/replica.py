@@ -12,9 +12,7 @@ import dataclasses
 import statistics
 import time
 import timeit
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -28,8 +26,7 @@ from cnnexp.workers.collective import Collective, Timed, share, shares
 NOTHING = Totals(0.0, 0, 0)
 
 
-@dataclass(frozen=True)
-class Spec:
+class Spec(NamedTuple):
     """What the workers train, as for `Backend.compile`, and how they keep together."""
 
     backend: Backend
@@ -45,8 +42,7 @@ class Spec:
         return self.backend.compile(self.network, self.loss, self.optimizer, batch_size)
 
 
-@dataclass(frozen=True)
-class Loaded:
+class Loaded(NamedTuple):
     """A split on one worker."""
 
     whole: Any  # the program's handle on all images, for training
@@ -113,13 +109,14 @@ class Replica:
 
     def exchange(self, floats: int, repeats: int) -> float:
         """Return the median seconds of an all-reduce of `floats` numbers."""
-        buffer = np.zeros(floats, np.float32)
-        return _median_s(lambda: self.collective.all_reduce(buffer), repeats, self.collective.barrier)
+        buffer, all_reduce = np.zeros(floats, np.float32), self.collective.all_reduce
+        barrier = self.collective.barrier  # before each
+        return statistics.median(timeit.repeat(lambda: all_reduce(buffer), barrier, repeat=repeats, number=1))
 
     def gradient_s(self, handle: int, images: int, repeats: int) -> float:
         """Return the median seconds that this worker, alone, needs for the gradient of `images` images."""
-        indices = np.arange(images)
-        return _median_s(lambda: self.program.gradients(self._splits[handle].whole, indices), repeats)
+        batch = self._splits[handle].whole, np.arange(images)
+        return statistics.median(timeit.repeat(lambda: self.program.gradients(*batch), repeat=repeats, number=1))
 
     def times(self) -> np.ndarray:
         """Return float32 (workers, 3): of all training so far, seconds computing, seconds communicating, and images."""
@@ -134,8 +131,11 @@ class Replica:
 
     def _step(self, split: Loaded, batch: np.ndarray, rate: float) -> Totals:
         totals = self._gradients(split, batch)
-        self.program.apply(self._buffer[:-3], rate)
+        self._apply(rate)
         return totals
+
+    def _apply(self, rate: float) -> None:
+        self.program.apply(self._buffer[:-3], rate)
 
     def _average_pending(self, weight: float) -> None:
         """Let `apply` move every worker's running averages to the mean of where the workers' shares of a batch do.
@@ -229,11 +229,6 @@ class ParameterReplica(Replica):
     def _begin_epoch(self) -> None:
         self._batches, self._seen = 0, 0
         self._since[:] = 0
-
-
-def _median_s(work: Callable[[], object], repeats: int, before: Callable[[], object] = lambda: None) -> float:
-    """Return the median seconds of some calls; `before` is called before each."""
-    return statistics.median(timeit.repeat(work, before, repeat=repeats, number=1))
 
 
 def _totals(message: np.ndarray) -> Totals:

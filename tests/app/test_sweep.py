@@ -55,7 +55,7 @@ def test_a_backend_that_took_over_is_told_and_its_times_are_no_others(tmp_path):
     started = sweep.SweepRecord(tmp_path, ["model.filters=2"])
     with Run(tmp_path / "0", CONFIG, ["model.filters=2"]) as job:
         job.begin(DATASET, NETWORK, Backend())
-        job.tag(FALLBACK, "cpu-parallel")
+        job.tags[FALLBACK] = "cpu-parallel"
         job.finished(epoch_result(1))
     rows = started.finish()
     assert sweep.varied(rows) == []

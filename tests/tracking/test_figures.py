@@ -94,7 +94,7 @@ def test_comparison_draws_a_line_per_choice_over_a_number_and_else_bars():
     ids=["no speedup", "a speedup", "failures alone"],
 )
 def test_draw_sweep_draws_what_was_measured(tmp_path, rows, drawn):
-    figures.draw_sweep(str(tmp_path), rows, ["backend", "model.filters"])
+    figures.draw_sweep(tmp_path, rows, ["backend", "model.filters"])
     assert sorted(path.name for path in tmp_path.iterdir()) == drawn
 
 
