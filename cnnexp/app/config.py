@@ -27,7 +27,7 @@ from cnnexp.network.losses import Loss
 from cnnexp.network.models import MODELS, Model
 from cnnexp.optimizers import OPTIMIZERS, Optimizer
 from cnnexp.papers import EXPERIMENTS
-from cnnexp.system.ranges import FLOAT32, LARGEST, check_range, in_float32
+from cnnexp.system.ranges import FLOAT32, LARGEST, check_fields, check_range, in_float32, ranged
 from cnnexp.system.registry import Registry
 from cnnexp.training.augment import AUGMENTATIONS, Augmentation
 from cnnexp.training.schedules import Schedule, ScheduleName
@@ -39,32 +39,15 @@ if TYPE_CHECKING:
 SECTIONS = ("model", "backend", "optimizer", "dataset", "augment", "trainer", "workers", "tracking", "sweep")
 MAX_WHOLE = 2**63 - 1  # compiled code counts in int64
 MOST_SHOWN = 200  # characters of a value, in a message
-TRAINER_RANGES = {
-    "epochs": "1 .. 1000000",
-    "batch_size": ">= 1",
-    "seed": "0 .. 2**63 - 1",
-    "clip_norm": "> 0, or null",
-    "accumulate": ">= 1",
-    "ema": "> 0 and < 1, or null",
-    "patience": ">= 1, or null",
-    "target": "> 0, <= 1, or null",
-    "baseline_batches": ">= 1",
-    "baseline_s": "> 0 seconds",
-    "pass_s": "> 0 seconds, or null",
-    "checkpoint_s": "> 0 seconds, or null",
-    "checkpoint_batches": ">= 1, or null",
-    "keep_last": ">= 1",
-    "keep_best": ">= 0",
-}
 
 
 @dataclass(frozen=True)
 class Trainer:
     """How long and in what order to train, and what to measure beside it; see `conf/trainer/default.yaml`."""
 
-    epochs: int = 10
-    batch_size: int = 32
-    seed: int = 0
+    epochs: int = ranged(10, "1 .. 1000000")
+    batch_size: int = ranged(32, ">= 1")
+    seed: int = ranged(0, "0 .. 2**63 - 1")
     schedule: ScheduleName = "cosine"
     step_every: int = 10
     step_factor: float = 0.1
@@ -72,28 +55,27 @@ class Trainer:
     power: float = 1.0
     peak: float = 0.3
     warmup: float = 0.0
-    clip_norm: float | None = None
-    accumulate: int = 1
+    clip_norm: float | None = ranged(None, "> 0, or null")
+    accumulate: int = ranged(1, ">= 1")
     class_weights: tuple[float, ...] | Literal["balanced"] | None = None
-    ema: float | None = None
-    patience: int | None = None
-    target: float | None = None
+    ema: float | None = ranged(None, "> 0 and < 1, or null")
+    patience: int | None = ranged(None, ">= 1, or null")
+    target: float | None = ranged(None, "> 0, <= 1, or null")
     baseline: str | None = "cpu"
-    baseline_batches: int = 3
-    baseline_s: float = 1.0
+    baseline_batches: int = ranged(3, ">= 1")
+    baseline_s: float = ranged(1.0, "> 0 seconds")
     progress: bool = True
     resume: str | None = None
-    pass_s: float | None = None
+    pass_s: float | None = ranged(None, "> 0 seconds, or null")
     profile: bool = False
     patient: bool = False
-    checkpoint_s: float | None = 300.0
-    checkpoint_batches: int | None = None
-    keep_last: int = 2
-    keep_best: int = 1
+    checkpoint_s: float | None = ranged(300.0, "> 0 seconds, or null")
+    checkpoint_batches: int | None = ranged(None, ">= 1, or null")
+    keep_last: int = ranged(2, ">= 1")
+    keep_best: int = ranged(1, ">= 0")
 
     def __post_init__(self) -> None:
-        for key, legal in TRAINER_RANGES.items():
-            check_range(f"trainer.{key}", getattr(self, key), legal)
+        check_fields(self, "trainer")
         weights = self.class_weights or ()
         for weight in weights if isinstance(weights, tuple) else () if weights == "balanced" else (weights,):
             check_range("trainer.class_weights", weight, "> 0")

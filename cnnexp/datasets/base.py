@@ -13,10 +13,11 @@ import numpy as np
 
 from cnnexp.errors import ConfigError, DataError
 from cnnexp.system import memory
+from cnnexp.system.ranges import check_fields, ranged
 
 MAX_CLASSES = 100_000
-SEEDS = 0, 2**63 - 1
-SIZES = dict.fromkeys(("train_size", "test_size", "validation_size"), (1, None))
+WHOLE = "a whole number >= 1"
+SEED = f"a whole number 0 .. {2**63 - 1}"
 
 log = logging.getLogger(__name__)
 
@@ -108,12 +109,10 @@ class Source:
     """Base of the sources; `conf/dataset/<name>.yaml` explains the fields of each."""
 
     name: ClassVar[str]
-    # least and most (None: any) of the fields that are whole numbers; one whose default is None may be None
-    whole: ClassVar[Mapping[str, tuple[int, int | None]]] = {}
     given: ClassVar[Mapping[str, tuple[str, str]]] = {}  # what a field is that has to be given, and an example
-    train_size: int | None = None
-    test_size: int | None = None
-    validation_size: int | None = None
+    train_size: int | None = ranged(None, WHOLE)
+    test_size: int | None = ranged(None, WHOLE)
+    validation_size: int | None = ranged(None, WHOLE)
 
     def __repr__(self) -> str:
         given = (f"{f.name}={value!r}" for f in fields(self) if (value := getattr(self, f.name)) != f.default)
@@ -123,15 +122,7 @@ class Source:
         for key, (what, example) in self.given.items():
             if getattr(self, key) is None:
                 raise ConfigError(f"dataset.{key}: not given; it is {what}, e.g. dataset.{key}={example}")
-        optional = {field.name for field in fields(self) if field.default is None}
-        for key, (least, most) in {**SIZES, **self.whole}.items():
-            value = getattr(self, key)
-            if value is None and key in optional:
-                continue
-            whole = isinstance(value, int) and not isinstance(value, bool)
-            if not whole or value < least or (most is not None and value > most):
-                bounds = f">= {least}" if most is None else f"{least} .. {most}"
-                raise ConfigError(f"dataset.{key}={value!r}: must be a whole number {bounds}")
+        check_fields(self, "dataset")
 
     def load(self) -> Dataset:
         """Read the images.

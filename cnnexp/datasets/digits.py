@@ -13,8 +13,9 @@ from typing import ClassVar
 
 import numpy as np
 
-from cnnexp.datasets.base import SEEDS, Dataset, Source, Split, shown
+from cnnexp.datasets.base import SEED, Dataset, Source, Split, shown
 from cnnexp.errors import DataError
+from cnnexp.system.ranges import ranged
 
 SIDE = 28
 FILE = Path(__file__).with_name("digits.csv.gz")
@@ -27,8 +28,7 @@ class Digits(Source):
     """1,500 training and 297 test images, uint8 (N, 28, 28, 1), chosen by seed; needs no network."""
 
     name: ClassVar[str] = "digits"
-    whole: ClassVar = {"seed": SEEDS}
-    seed: int = 0
+    seed: int = ranged(0, SEED)
 
     def load(self) -> Dataset:
         table = _read()

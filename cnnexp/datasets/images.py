@@ -10,10 +10,10 @@ from typing import BinaryIO, ClassVar
 
 import numpy as np
 
-from cnnexp.datasets.base import SEEDS, Dataset, Source, Split, need_images, shown
+from cnnexp.datasets.base import SEED, WHOLE, Dataset, Source, Split, need_images, shown
 from cnnexp.errors import DataError, reason_of, refused
 from cnnexp.system.files import open_regular
-from cnnexp.system.ranges import check_range
+from cnnexp.system.ranges import ranged
 
 SUFFIXES = frozenset((".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"))
 MODES_OF_8_BITS = frozenset(("1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr", "HSV", "LAB"))
@@ -31,18 +31,13 @@ class Images(Source):
     """
 
     name: ClassVar[str] = "images"
-    whole: ClassVar = {"height": (1, None), "width": (1, None), "seed": SEEDS}
     given: ClassVar = {"root": ("the folder that holds a folder of pictures per class", "photos")}
     root: str | None = None
-    height: int | None = None
-    width: int | None = None
+    height: int | None = ranged(None, WHOLE)
+    width: int | None = ranged(None, WHOLE)
     grayscale: bool = False
-    test_fraction: float = 0.2
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_range("dataset.test_fraction", self.test_fraction, "> 0 and < 1")
+    test_fraction: float = ranged(0.2, "> 0 and < 1")
+    seed: int = ranged(0, SEED)
 
     def load(self) -> Dataset:
         root = self._path("root")

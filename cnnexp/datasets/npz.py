@@ -13,6 +13,7 @@ from cnnexp.datasets.base import MAX_CLASSES, Dataset, Source, Split, shown
 from cnnexp.errors import MOST_SAID, CnnexpError, DataError, reason_of
 from cnnexp.system import memory
 from cnnexp.system.files import open_regular
+from cnnexp.system.ranges import ranged
 
 ARRAYS = ("train_images", "train_labels", "test_images", "test_labels")
 
@@ -25,10 +26,9 @@ class Npz(Source):
     """
 
     name: ClassVar[str] = "npz"
-    whole: ClassVar = {"classes": (2, MAX_CLASSES)}
     given: ClassVar = {"path": ("a file of arrays " + ", ".join(ARRAYS), "photos.npz")}
     path: str | None = None
-    classes: int | None = None
+    classes: int | None = ranged(None, f"a whole number 2 .. {MAX_CLASSES}")
 
     def load(self) -> Dataset:
         train_images, train_labels, test_images, test_labels = self._read()

@@ -7,8 +7,8 @@ from typing import ClassVar
 
 import numpy as np
 
-from cnnexp.datasets.base import MAX_CLASSES, SEEDS, Dataset, Source, Split, need_images
-from cnnexp.system.ranges import check_range
+from cnnexp.datasets.base import MAX_CLASSES, SEED, WHOLE, Dataset, Source, Split, need_images
+from cnnexp.system.ranges import ranged
 
 SIZES = ("height", "width", "channels", "train_size", "test_size", "classes")
 BLOCK = 4  # pixels; patterns are of square blocks, so that small kernels and pooling can see them
@@ -22,19 +22,14 @@ class Synthetic(Source):
     """
 
     name: ClassVar[str] = "synthetic"
-    whole: ClassVar = {**dict.fromkeys(SIZES, (1, None)), "classes": (2, MAX_CLASSES), "seed": SEEDS}
-    height: int = 28
-    width: int = 28
-    channels: int = 1
-    classes: int = 10
-    train_size: int = 2000
-    test_size: int = 500
-    noise: float = 0.5
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_range("dataset.noise", self.noise, ">= 0")
+    height: int = ranged(28, WHOLE)
+    width: int = ranged(28, WHOLE)
+    channels: int = ranged(1, WHOLE)
+    classes: int = ranged(10, f"a whole number 2 .. {MAX_CLASSES}")
+    train_size: int = ranged(2000, WHOLE)
+    test_size: int = ranged(500, WHOLE)
+    noise: float = ranged(0.5, ">= 0")
+    seed: int = ranged(0, SEED)
 
     def load(self) -> Dataset:
         count = self.train_size + self.test_size + (self.validation_size or 0) + self.classes
