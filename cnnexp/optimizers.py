@@ -23,7 +23,6 @@ Scalar = Any
 """A number, an array of them, or a vector in the making: what a rule computes with."""
 Scalars = tuple[Scalar, Scalar, Scalar]
 f32 = np.float32
-NO_CONSTANTS = (f32(0), f32(0))
 
 
 @dataclass(frozen=True)
@@ -50,7 +49,7 @@ class Optimizer:
 
     def constants(self, step: Scalar) -> tuple[Scalar, Scalar]:
         """Return what depends on the step (1 for the first) alone, computed in float64; of many steps, arrays."""
-        return NO_CONSTANTS
+        return f32(0), f32(0)
 
     def rule(self, sqrt: Callable = np.sqrt, maximum: Callable = np.maximum) -> Rule:
         """Return `rule(w, g, s, t, rate, c0, c1) -> (w, s, t)` on the given sqrt and maximum."""

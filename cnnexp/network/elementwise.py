@@ -81,8 +81,7 @@ class LeakyReLU(Elementwise):
     slope: float = 0.01
 
     def __post_init__(self) -> None:
-        legal = isinstance(self.slope, int | float) and not isinstance(self.slope, bool) and in_float32(self.slope)
-        if not legal:
+        if not isinstance(self.slope, int | float) or isinstance(self.slope, bool) or not in_float32(self.slope):
             raise NetworkError(f"LeakyReLU: slope={self.slope!r}; must be {FLOAT32}")
 
     def rule(self, maths: Maths) -> Rule:
