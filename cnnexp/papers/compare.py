@@ -107,7 +107,6 @@ def _job(folder: Path) -> Job:
         epochs=journal["epochs"],
         images=begun.get("dataset", {}).get("profile", {}).get("train", 0),
         folder=str(folder),
-        device=tags.get("device", ""),
         threads=int(tags.get("threads", 0)),
     )
 

@@ -21,7 +21,6 @@ class Job:
     epochs: Sequence[Mapping[str, float]]  # metrics of each
     images: int = 0  # of its whole training split
     folder: str = ""
-    device: str = ""
     threads: int = 0
 
 
