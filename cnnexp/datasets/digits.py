@@ -9,7 +9,6 @@ from __future__ import annotations
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
 
 import numpy as np
 
@@ -27,7 +26,7 @@ BRIGHTEST = 16  # pixels are 0 .. 16
 class Digits(Source):
     """1,500 training and 297 test images, uint8 (N, 28, 28, 1), chosen by seed; needs no network."""
 
-    name: ClassVar[str] = "digits"
+    name = "digits"
     seed: int = ranged(0, SEED)
 
     def load(self) -> Dataset:

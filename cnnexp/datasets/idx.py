@@ -14,7 +14,7 @@ import struct
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, ClassVar, cast
+from typing import IO, ClassVar, NamedTuple, cast
 
 import numpy as np
 
@@ -90,8 +90,7 @@ def _shape(header: bytes, ndim: int) -> tuple[int, ...]:
     return shape
 
 
-@dataclass(frozen=True)
-class IdxFile:
+class IdxFile(NamedTuple):
     """One published file."""
 
     name: str  # without `.gz`

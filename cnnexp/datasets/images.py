@@ -30,7 +30,7 @@ class Images(Source):
     shuffled by seed, so a limit takes images of all classes. Transparency is dropped. Resizing is bilinear.
     """
 
-    name: ClassVar[str] = "images"
+    name = "images"
     given: ClassVar = {"root": ("the folder that holds a folder of pictures per class", "photos")}
     root: str | None = None
     height: int | None = ranged(None, WHOLE)
@@ -63,8 +63,7 @@ class Images(Source):
     def _hold_out(self, files: list[Labeled]) -> tuple[list[Labeled], list[Labeled]]:
         """Split each class by seed, at least one picture on each side."""
         rng = np.random.default_rng((self.seed, 0))
-        train: list[Labeled] = []
-        test: list[Labeled] = []
+        train, test = list[Labeled](), list[Labeled]()
         for label in sorted({label for _, label in files}):
             members = [file for file in files if file[1] == label]
             if len(members) < 2:
@@ -77,8 +76,7 @@ class Images(Source):
 
     def _read_all(self, files: list[Labeled]) -> Split:
         images: list[np.ndarray] = []
-        labels: list[int] = []
-        for path, label in files:
+        for path, _ in files:
             image = self.read(path)
             if images and image.shape != images[0].shape:
                 size, first = (f"{one.shape[0]} x {one.shape[1]}" for one in (image, images[0]))
@@ -89,8 +87,7 @@ class Images(Source):
             if not images:
                 need_images(len(files), image.nbytes, "height")
             images.append(image)
-            labels.append(label)
-        return Split(np.stack(images), np.array(labels, np.int32))
+        return Split(np.stack(images), np.array([label for _, label in files], np.int32))
 
     def read(self, path: Path) -> np.ndarray:
         """Return a picture as uint8 (H, W, C), of the size and the channels that the fields ask for."""

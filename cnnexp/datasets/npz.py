@@ -25,7 +25,7 @@ class Npz(Source):
     Images are uint8 (value / 255) or floats, (N, H, W, C), (N, H, W) or (N, D); labels are integers (N,) from 0.
     """
 
-    name: ClassVar[str] = "npz"
+    name = "npz"
     given: ClassVar = {"path": ("a file of arrays " + ", ".join(ARRAYS), "photos.npz")}
     path: str | None = None
     classes: int | None = ranged(None, f"a whole number 2 .. {MAX_CLASSES}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import numpy as np
 
@@ -18,7 +17,7 @@ class Quadrants(Source):
     The paper does not say how many it drew.
     """
 
-    name: ClassVar[str] = "quadrants"
+    name = "quadrants"
     train_size: int = ranged(2000, WHOLE)
     test_size: int = ranged(500, WHOLE)
     seed: int = ranged(0, SEED)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import numpy as np
 
@@ -21,7 +20,7 @@ class Synthetic(Source):
     Labels go round, so every class has as many images as the next, or one more.
     """
 
-    name: ClassVar[str] = "synthetic"
+    name = "synthetic"
     height: int = ranged(28, WHOLE)
     width: int = ranged(28, WHOLE)
     channels: int = ranged(1, WHOLE)
