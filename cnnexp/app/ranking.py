@@ -5,9 +5,8 @@ from __future__ import annotations
 import re
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import groupby, pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 from cnnexp.measuring.confidence import Interval, holm, median_interval, p_value
 from cnnexp.tracking import verdict
@@ -18,8 +17,7 @@ SIGNIFICANT = 0.05  # p-value, after Holm, below which two places differ
 MEASURES = {"speedup/vs_baseline": "{:.3g} x", "throughput/images_per_s": "{:,.0f} images/s"}
 
 
-@dataclass(frozen=True)
-class Place:
+class Place(NamedTuple):
     """A job of a sweep, or several that differ in their seed alone."""
 
     label: str  # what varied, e.g. `cpu-simd filters=32`

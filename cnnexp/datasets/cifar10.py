@@ -63,7 +63,7 @@ class Cifar10(Source):
     def _find(self, root: Path) -> dict[str, Split]:
         """Read the files under a folder, or the archive in it."""
         with refused(DataError, f"dataset.root={shown(self.root)}"):
-            os.listdir(root)
+            os.listdir(root)  # else one that cannot be read would seem to be empty
         for folder in (root, root / FOLDER):
             if os.path.exists(folder / TEST):  # False of a folder that may not be read
                 return {name: self._read_file(folder / name) for name in (*TRAIN, TEST)}

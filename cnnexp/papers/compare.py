@@ -6,9 +6,8 @@ import csv
 import json
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -24,8 +23,7 @@ from cnnexp.tracking.metrics import leaves
 FACTS = "sweep.json"  # of a sweep's folder: what was run, where
 
 
-@dataclass(frozen=True)
-class Cell:
+class Cell(NamedTuple):
     """One number made again."""
 
     published: float | None  # as printed, or None
@@ -38,11 +36,9 @@ class Cell:
         return None if self.published in (None, 0) or self.ours is None else self.ours / self.published
 
 
-@dataclass(frozen=True)
-class Result:
+class Result(NamedTuple):
     """An experiment with its jobs, the cells they make, by line and column, and rows of `cost_model.extrapolate`."""
 
-    key: str
     experiment: Experiment
     jobs: Sequence[Job]
     cells: Sequence[Sequence[Cell]]
@@ -80,7 +76,7 @@ def compare(folder: Path, key: str) -> Result:
         [_cell(experiment, line, column, i, jobs) for i, column in enumerate(experiment.columns)]
         for line in experiment.lines
     ]
-    return Result(key, experiment, jobs, cells, read_facts(folder), _scaling(jobs) if experiment.scaling else ())
+    return Result(experiment, jobs, cells, read_facts(folder), _scaling(jobs) if experiment.scaling else ())
 
 
 def _scaling(jobs: Sequence[Job]) -> list[dict[str, Any]]:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from cnnexp.measuring.amdahl import amdahl_limit
 
 
-@dataclass(frozen=True)
-class Job:
+class Job(NamedTuple):
     """One run of a sweep, as its journal has it."""
 
     config: Mapping[str, Any]  # its leaves by dotted key

@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from cnnexp.errors import OutOfMemory
 
@@ -19,8 +19,7 @@ UNITS = ("bytes", "kB", "MB", "GB", "TB", "PB", "EB")
 CGROUPS = Path("/sys/fs/cgroup")
 
 
-@dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     """Something that takes memory."""
 
     what: str  # for a message, e.g. `the activations of a batch`

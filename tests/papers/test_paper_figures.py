@@ -32,5 +32,5 @@ def test_every_text_is_whole(key, missing, tmp_path):
     for job in jobs:
         job.epochs[0]["train/loss"] = 123.456
     jobs = [] if missing else jobs
-    result = Result(key, experiment, jobs, cells, {"machine.cores": "2"}, SCALING if experiment.scaling else ())
+    result = Result(experiment, jobs, cells, {"machine.cores": "2"}, SCALING if experiment.scaling else ())
     assert cut_off(figures.figure(result)) == []
