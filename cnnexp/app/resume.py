@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from cnnexp.errors import CheckpointError, ConfigError
 from cnnexp.measuring.environment import config_hash, outputs_dir
@@ -19,8 +18,7 @@ LATEST, BEST = "latest", "best"
 ID_START = re.compile("[0-9a-f]{4,32}")
 
 
-@dataclass(frozen=True)
-class ResumePoint:
+class ResumePoint(NamedTuple):
     """A run that was stopped."""
 
     folder: Path  # of the run
@@ -95,13 +93,11 @@ def folder_of(path: Path) -> Path:
 
 def _ranked(named: str, given: str) -> Path:
     folders = list(_trained())
-    if named == BEST:
-        folders.sort(key=lambda folder: read_journal(folder)["metrics"].get("final/test_accuracy", 0.0))
-    else:
-        folders.sort(key=lambda folder: (folder / JOURNAL).stat().st_mtime)
     if not folders:
         raise CheckpointError(f"{given}: no run under {outputs_dir()} has a checkpoint; give a run's folder")
-    return folders[-1]
+    if named == BEST:
+        return sorted(folders, key=lambda folder: read_journal(folder)["metrics"].get("final/test_accuracy", 0.0))[-1]
+    return sorted(folders, key=lambda folder: (folder / JOURNAL).stat().st_mtime)[-1]
 
 
 def _trained() -> Iterator[Path]:

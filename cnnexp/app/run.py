@@ -8,8 +8,7 @@ import logging
 import math
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
@@ -84,8 +83,7 @@ def train(settings: Settings, run: Run, earlier: ResumePoint | None = None, job:
         _conclude(made, len(history))
 
 
-@dataclass(frozen=True)
-class _Made:
+class _Made(NamedTuple):
     """What is trained, once all is compiled: what it is made from, its record, its time, and what came of it."""
 
     settings: Settings

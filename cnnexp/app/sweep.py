@@ -12,9 +12,8 @@ import os
 import socket
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from cnnexp.app import ranking
 from cnnexp.system.table import Group, Table, as_markdown, write_csv
@@ -38,8 +37,7 @@ COLUMNS = {
 }
 
 
-@dataclass(frozen=True)
-class Sweep:
+class Sweep(NamedTuple):
     """A sweep, as its jobs see it."""
 
     folder: str  # holds one folder per job
@@ -104,7 +102,7 @@ class SweepRecord(Record):
                 log.warning("%s; the sweep goes on, and is recorded when it answers", silent)
         note_facts(self.folder, paper, overrides)
         within = Sweep(str(folder), _this_process(), self.begun, list(varied or ()), jobs, time.time())
-        os.environ[VARIABLE] = json.dumps(asdict(within))
+        os.environ[VARIABLE] = json.dumps(within._asdict())
 
     def finish(self, interrupted: bool = False) -> list[dict[str, Any]]:
         """End the sweep, one that a signal has interrupted, too: write its table, draw its figures, end its parent run.

@@ -11,8 +11,8 @@ import hashlib
 import math
 import types
 from collections.abc import Callable
-from dataclasses import dataclass, fields
-from typing import Any, ClassVar, cast
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple, cast
 
 import numpy as np
 
@@ -27,8 +27,7 @@ Derivative = Callable[[Scalar, Scalar], Scalar]
 ZERO, HALF, ONE = f32(0), f32(0.5), f32(1)
 
 
-@dataclass(frozen=True)
-class Maths:
+class Maths(NamedTuple):
     """What a rule may call, in the form that a target compiles or runs."""
 
     exp: Callable
@@ -142,7 +141,7 @@ KINDS = (ReLU, LeakyReLU, Sigmoid, Tanh, GELU)
 
 def fingerprint(layer: Elementwise) -> str:
     """Return what changes with a layer's rules and numbers, for caches that look at files or names alone."""
-    unbound = Maths(*[cast(Callable, None)] * len(fields(Maths)))
+    unbound = Maths(*[cast(Callable, None)] * len(Maths._fields))
     facts = type(layer).__module__, layer, code_of(layer.rule(unbound)), code_of(layer.derivative(unbound))
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
 

@@ -56,8 +56,7 @@ class Graph:
     folds: bool = True  # arithmetic into weights; not into those that are written back where they came from
 
 
-@dataclass(frozen=True)
-class Found:
+class Found(NamedTuple):
     """The layers of a graph, and their weights in the order of `Network.parameters` and `Network.running`."""
 
     layers: tuple[Layer, ...]

@@ -8,13 +8,14 @@ import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
 
 from cnnexp.errors import NetworkError
+from cnnexp.network.elementwise import Maths
 
 OPERATIONS = {
     **{"add": "add", "subtract": "sub", "multiply": "mul", "divide": "div", "negative": "neg"},
     **{"less": "<", "less_equal": "<=", "greater": ">", "greater_equal": ">="},
 }
 """By the names of NumPy's functions, which the operators come to."""
-GIVEN = ("exp", "tanh", "erf", "maximum", "where")  # the fields of `elementwise.Maths`
+GIVEN = Maths._fields
 
 
 class Recorded(NDArrayOperatorsMixin):

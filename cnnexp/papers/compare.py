@@ -97,10 +97,7 @@ def _job(folder: Path) -> Job:
     computed = {"backend.name": journal["fallback"]} if journal["fallback"] else {}
     return Job(
         config=leaves(journal["config"]) | computed,
-        status=journal["status"],
-        error=journal["error"],
-        metrics=journal["metrics"],
-        epochs=journal["epochs"],
+        **{key: journal[key] for key in ("status", "error", "metrics", "epochs")},
         images=begun.get("dataset", {}).get("profile", {}).get("train", 0),
         folder=str(folder),
         threads=int(tags.get("threads", 0)),

@@ -1,7 +1,5 @@
 """What a paper's page says of its jobs: measures, cells, and the table of them."""
 
-from dataclasses import replace
-
 import pytest
 from papers.jobs import make_job
 from tables import each
@@ -45,7 +43,7 @@ def test_what_could_not_be_run_says_why(status, why):
 
 
 def test_amdahl_with_the_papers_inputs_and_an_epoch_cut_short_is_scaled():
-    assert limit(768)(replace(make_job(), metrics={"profile/parallel_share": 0.9801})) == pytest.approx(47.2, abs=0.05)
+    assert limit(768)(make_job()._replace(metrics={"profile/parallel_share": 0.9801})) == pytest.approx(47.2, abs=0.05)
     assert limit(768)(make_job()) is None
     assert "gives 47.2; the paper prints 45.45" in EXPERIMENTS["khandait_amdahl"].notes[0]
 
