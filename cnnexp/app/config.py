@@ -13,13 +13,14 @@ import types
 import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from cnnexp.backends import BACKENDS, backend_class
+from cnnexp.backends.protocol import Backend
 from cnnexp.datasets import DATASETS, Dataset, Source
 from cnnexp.errors import ConfigError, did_you_mean
 from cnnexp.network import LAYERS, Layer
@@ -32,9 +33,6 @@ from cnnexp.system.registry import Registry
 from cnnexp.training.augment import AUGMENTATIONS, Augmentation
 from cnnexp.training.schedules import Schedule, ScheduleName
 from cnnexp.workers import WORKERS, Workers
-
-if TYPE_CHECKING:
-    from cnnexp.backends.protocol import Backend
 
 SECTIONS = ("model", "backend", "optimizer", "dataset", "augment", "trainer", "workers", "tracking", "sweep")
 MAX_WHOLE = 2**63 - 1  # compiled code counts in int64
