@@ -3,8 +3,6 @@
 Only light modules are imported at the top, so that MLflow begins to load, in a process of its own, before Hydra here.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import importlib

@@ -6,8 +6,6 @@ rate and two constants of the step, and returns the new `(w, s, t)`. It is writt
 compiled for the GPU. All numbers in it are float32: one float64 literal would make a GPU compute in double.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, Self

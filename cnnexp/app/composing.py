@@ -4,8 +4,6 @@ They raise a handful of exceptions whose texts span lines and name the symptom; 
 names the key, the value and what is legal.
 """
 
-from __future__ import annotations
-
 import re
 import traceback
 from collections.abc import Callable, Sequence

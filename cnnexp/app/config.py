@@ -5,8 +5,6 @@ are the fields' annotations, and their ranges are checked where the object is ma
 vocabulary, and every mistake is one `ConfigError` line that names the key, the value and what is legal.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import types

@@ -6,8 +6,6 @@ config file is checked as text when it is read (`check_file`), what it sets is c
 `TRUSTED` files and on the command line by `plugins`.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import re

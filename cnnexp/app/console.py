@@ -1,7 +1,5 @@
 """What a person sees: of a run a row per epoch, of a sweep a row per job, below a progress bar in a terminal."""
 
-from __future__ import annotations
-
 import os
 import textwrap
 from collections.abc import Mapping, Sequence

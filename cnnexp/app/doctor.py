@@ -4,8 +4,6 @@ Every backend trains a small network in a process of its own, so that one that d
 compared with another, see `testing`.
 """
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor

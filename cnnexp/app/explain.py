@@ -1,7 +1,5 @@
 """`cnnexp explain`: why a run is as fast as it is, part by part of its training step, on the screen and as a figure."""
 
-from __future__ import annotations
-
 import json
 import textwrap
 from collections.abc import Mapping, Sequence

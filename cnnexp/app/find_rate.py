@@ -1,7 +1,5 @@
 """`cnnexp find-rate`: train at ever higher learning rates, and say from where on it fails (Smith 2017, section 3.3)."""
 
-from __future__ import annotations
-
 import math
 import sys
 from collections.abc import Sequence

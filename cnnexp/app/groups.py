@@ -1,7 +1,5 @@
 """`cnnexp help`, `cnnexp help GROUP` and `cnnexp help GROUP=NAME`: commands, and what `conf/` says of its keys."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import re

@@ -1,7 +1,5 @@
 """The only module that imports Hydra: it composes the config of a command line, and hands each job to `run`."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import math

@@ -1,7 +1,5 @@
 """When a run's checkpoints are written: at its start, after every epoch, within one, and where a signal ends it."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping
 from typing import Any, Self

@@ -1,7 +1,5 @@
 """`cnnexp predict`: classify images with what a run has trained."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The verdict on a sweep: its jobs ranked by speedup, and which of them differ by more than chance."""
 
-from __future__ import annotations
-
 import re
 import statistics
 from collections.abc import Mapping, Sequence

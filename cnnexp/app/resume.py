@@ -1,7 +1,5 @@
 """What a run goes on from: the run that `trainer.resume` names, or the newest one of the same config."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """One run, from its settings to its record: the pieces are made, and every epoch goes to observers."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import logging

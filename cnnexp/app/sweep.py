@@ -4,8 +4,6 @@ The jobs may run in other processes, on other machines that share the disk, so a
 environment variable (whose sweep am I part of?) and their folders (what became of me?).
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os

@@ -5,8 +5,6 @@ green and blue, row by row. Nothing is unpickled, and nothing in the archive is 
 lies.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import tarfile

@@ -4,8 +4,6 @@ The file is the test set of UCI's "Optical Recognition of Handwritten Digits" (C
 57 kB, where scikit-learn and what it needs would be a third of an installation.
 """
 
-from __future__ import annotations
-
 import zlib
 from dataclasses import dataclass
 from pathlib import Path

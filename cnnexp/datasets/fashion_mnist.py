@@ -1,7 +1,5 @@
 """`fashion_mnist`: 70,000 pictures of clothes (Xiao, Rasul, Vollgraf 2017), 28x28, gray, in MNIST's form."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from cnnexp.datasets.idx import FORM, IdxFile, IdxSet

@@ -1,7 +1,5 @@
 """`fer2013`: 35,887 faces with seven expressions (Goodfellow et al. 2013), 48x48, gray; chavan's second data set."""
 
-from __future__ import annotations
-
 import csv
 import io
 import warnings

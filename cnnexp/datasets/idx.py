@@ -4,8 +4,6 @@ Format (Y. LeCun's MNIST page): a magic number, 0x0000 then a byte for the eleme
 dimensions; each dimension as a big-endian uint32; then the elements in C order.
 """
 
-from __future__ import annotations
-
 import gzip
 import hashlib
 import math

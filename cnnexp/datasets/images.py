@@ -1,7 +1,5 @@
 """`images`: a folder of pictures, one folder per class, read with Pillow."""
 
-from __future__ import annotations
-
 import os
 import warnings
 from dataclasses import dataclass

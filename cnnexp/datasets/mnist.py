@@ -1,7 +1,5 @@
 """`mnist`: 70,000 handwritten digits (LeCun, Cortes, Burges), 28x28, gray."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from cnnexp.datasets.idx import FORM, IdxFile, IdxSet

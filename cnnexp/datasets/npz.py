@@ -1,7 +1,5 @@
 """`npz`: your own arrays, from one NumPy `.npz` file; never unpickled."""
 
-from __future__ import annotations
-
 import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -6,8 +6,6 @@ read from the images themselves, `describe`, and kept with the model; `prepare` 
 says when the outcome is still not like them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`quadrants`: points of the plane, told apart by the sign of x y (khandait, section III.A)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

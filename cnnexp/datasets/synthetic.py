@@ -1,7 +1,5 @@
 """`synthetic`: images of any size, one random pattern per class under noise, for timings and for tests."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

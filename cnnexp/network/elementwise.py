@@ -5,8 +5,6 @@ numbers and NumPy arrays, is compiled by Numba for CPU and GPU, and is traced in
 it are float32: one float64 literal would make a GPU compute in double.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 import types

@@ -4,8 +4,6 @@ Each is a frozen dataclass whose fields are the keys of its file in `conf/model/
 to a data set.
 """
 
-from __future__ import annotations
-
 import logging
 from dataclasses import dataclass, fields
 from typing import Literal

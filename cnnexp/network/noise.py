@@ -5,8 +5,6 @@ in the image. So every backend, and any number of threads or workers, makes the 
 numbers below 2**32 in 64 bits, the same source for Python, NumPy, PyTorch, Numba and CUDA.
 """
 
-from __future__ import annotations
-
 import zlib
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A value that records the arithmetic done to it: a rule on scalars, run once on such values, is written down by it."""
 
-from __future__ import annotations
-
 from typing import Any, NoReturn, Self
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Our numbers beside the published ones: the cells of an experiment, made by the jobs in a sweep's folder."""
 
-from __future__ import annotations
-
 import csv
 import json
 import statistics

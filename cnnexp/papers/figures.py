@@ -1,7 +1,5 @@
 """Drawings of the papers' tables and figures, made again, in the style of `tracking/figures`."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Measures: the number that a job of a sweep gives to a paper's table."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """The CPU, which of its cores this process may use, and on which of them the threads of a pool begin their work."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import functools

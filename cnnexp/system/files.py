@@ -1,7 +1,5 @@
 """Reading files that anybody may have made: regular ones alone, and never more of them than is asked for."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import io

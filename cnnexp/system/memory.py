@@ -1,7 +1,5 @@
 """Memory is counted before it is taken: what is needed, part by part, against what this process can still have."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections.abc import Iterable, Iterator

@@ -1,7 +1,5 @@
 """Ranges of numbers, in the words of the files of conf/: `>= 1`, `> 0 and <= 1`, `1 .. 1000000, or null`."""
 
-from __future__ import annotations
-
 import math
 import operator
 import re

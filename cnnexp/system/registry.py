@@ -6,8 +6,6 @@ offers it as an entry point of the group `cnnexp_plugins`. No config file names 
 and a plugin is code.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import importlib
 import os

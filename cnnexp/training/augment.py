@@ -5,8 +5,6 @@ What is drawn follows from the seed, the epoch, the transformation and the image
 image once: no image is resampled twice. They apply in the order of `AUGMENTATIONS`, whatever the order in the config.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Iterator, Sequence

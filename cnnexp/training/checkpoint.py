@@ -12,8 +12,6 @@ The order of an epoch follows from the seed and the epoch's number alone (`loop.
 whole random state.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import io

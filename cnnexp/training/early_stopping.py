@@ -1,7 +1,5 @@
 """Early stopping: an observer that ends training where going on is not worth it."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """Learning-rate schedules: the rate of every step, from the optimizer's `lr` and the step's place alone."""
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable
