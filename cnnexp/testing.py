@@ -240,8 +240,7 @@ def check_rules(network: Network, optimizer: Optimizer) -> None:
 def check_layer(layer: Elementwise) -> None:
     """Compare a layer's derivative with central differences of its rule, on numbers -6 .. 6.
 
-    Raises:
-        NetworkError: they differ, one is no number, or uses what not every target can compile.
+    NetworkError is raised where they differ, one is no number, or uses what not every target can compile.
     """
     with _named(f"layer {type(layer).__name__}"), np.errstate(all="ignore"):
         layer.derivative(PROBING)(_Probe(), layer.rule(PROBING)(_Probe()))

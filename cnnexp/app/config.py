@@ -206,9 +206,7 @@ def build(cls: type, values: Mapping[str, Any], where: str, tag: str | None = No
     """Make a dataclass from plain values, strictly: its fields are the legal keys, their annotations the legal types.
 
     `where` is the config path of the values, for messages; `tag` a key that has chosen the class and is no field of it.
-
-    Raises:
-        ConfigError: an unknown or missing key, a wrong type, an illegal value.
+    ConfigError is raised on an unknown or missing key, a wrong type, an illegal value.
     """
     fields = [field for field in dataclasses.fields(cls) if field.init]
     required = [f.name for f in fields if f.default is f.default_factory is dataclasses.MISSING]
@@ -232,8 +230,7 @@ def defaults(cls: type) -> dict[str, Any]:
 def convert(value: Any, hint: Any, key: str) -> Any:
     """Return `value` as the annotation `hint` wants it: never a guess, so no '3' for 3, no true for 1.0, no nan.
 
-    Raises:
-        ConfigError: it is of another type, naming `key`, the value and what is legal.
+    Where it is of another type, ConfigError names `key`, the value and what is legal.
     """
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if hint == Layer:

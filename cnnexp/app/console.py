@@ -202,7 +202,6 @@ def say(console: Console, text: str) -> None:
 
 
 def say_rows(console: Console, rows: Sequence[verdict.Row]) -> None:
-    """Print a verdict."""
     say(console, verdict.screen(rows, min(console.width, LINE)))
 
 

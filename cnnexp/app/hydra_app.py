@@ -166,8 +166,7 @@ def _check_groups(words: Sequence[str]) -> None:
 def flags_first(words: Sequence[str]) -> list[str]:
     """Return a command line with its flags at its start: Hydra takes no words on both sides of one.
 
-    Raises:
-        ConfigError: a flag is unknown or refused, lacks its value, or has one that it does not take.
+    ConfigError is raised where one is unknown or refused, lacks its value, or has one that it does not take.
     """
     legal = {flag: action for action in get_args_parser()._actions for flag in action.option_strings}
     flags, others, left = [], [], list(words)
@@ -363,7 +362,6 @@ def _finish_sweep(started: sweep.SweepRecord, interrupted: bool) -> list[str]:
 
 
 def _recorder(tracking: Tracking) -> Recorder | None:
-    """Return the process that writes to the store."""
     if tracking.name == "none":
         return None
     if tracking not in _recorders:

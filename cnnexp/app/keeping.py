@@ -15,9 +15,7 @@ class CheckpointCallback:
     """Context manager: keeps what a program has trained, in the folder of its run, whose model the newest one is.
 
     The trainer says how often, and how many stay. `within`: whether the program has one state between any two steps.
-
-    Raises:
-        CheckpointError: one cannot be written.
+    CheckpointError is raised where one cannot be written.
     """
 
     def __init__(

@@ -48,9 +48,7 @@ def find_earlier(resume: str | None, folder: Path, config: Mapping[str, Any]) ->
     """Return the run to go on from, None to start afresh, for a run to come in a folder, its config as recorded.
 
     `auto` looks in the run's own folder, then for the newest run of this config under `outputs/` that is not running.
-
-    Raises:
-        CheckpointError: the run that is named has no checkpoint.
+    CheckpointError is raised where the run that is named has no checkpoint.
     """
     if resume is None:
         return None
@@ -67,10 +65,8 @@ def find_run(named: str, given: str) -> Path:
     """Return the newest checkpoint of the run that a user means; `given` is how, for the message.
 
     A run is named by its folder or a checkpoint file; or, of the runs under `outputs/`, by an MLflow id or the first
-    digits of one, `latest`, or `best`: the one that ended with the highest test accuracy.
-
-    Raises:
-        CheckpointError: there is none, or several have such an id.
+    digits of one, `latest`, or `best`: the one that ended with the highest test accuracy. CheckpointError is raised
+    where there is none, or several have such an id.
     """
     place = Path(named)
     if not place.exists() and named in (LATEST, BEST):

@@ -47,14 +47,12 @@ def train(settings: Settings, run: Run, earlier: ResumePoint | None = None, job:
     Diverged.in_one_line()
     trainer = settings.trainer
     with ExitStack() as stack:
-        display = Display(trainer.epochs, trainer.baseline, trainer.progress, job=job)
-        stack.enter_context(display)
+        display = stack.enter_context(Display(trainer.epochs, trainer.baseline, trainer.progress, job=job))
         made = _make(settings, run, earlier, stack, display)
         if made.backend.explain:
             display.explain(made.program.explain())
         history = made.resumed.history if made.resumed else ()
-        within = made.parallel is None
-        keeping = CheckpointCallback(run, made.program, trainer, made.training, made.resumed, within)
+        keeping = CheckpointCallback(run, made.program, trainer, made.training, made.resumed, made.parallel is None)
         stack.enter_context(keeping)
         run.resume(history)
         stopping = EarlyStopping(trainer.patience, trainer.target, history)

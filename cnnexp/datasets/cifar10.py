@@ -104,7 +104,6 @@ class Cifar10(Source):
         return files
 
     def _members(self, archive: tarfile.TarFile) -> Iterator[tuple[str, Split]]:
-        """Yield (name, split) of the files of the data set."""
         wanted = {f"{FOLDER}/{name}": name for name in (*TRAIN, TEST)}
         for member in archive:
             if member.size > MOST_BYTES:

@@ -117,7 +117,6 @@ class CheckpointWriter:
                 old.unlink()
 
     def _count(self, result: EpochResult) -> None:
-        """Take an epoch into the history."""
         self._digest.update(_line(result))
         self.epochs += 1
         self._best = sorted([*self._best, (-result.held_out.accuracy, result.epoch)])[: self._most_best]
