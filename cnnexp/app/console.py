@@ -32,12 +32,7 @@ class Display:
     """
 
     def __init__(
-        self,
-        epochs: int,
-        baseline: str | None = None,
-        shown: bool = True,
-        console: Console | None = None,
-        job: str = "",
+        self, epochs: int, baseline: str | None, shown: bool = True, console: Console | None = None, job: str = ""
     ) -> None:
         self.console = console or make_console()
         self._epochs, self._baseline, self._shown = epochs, baseline, shown
