@@ -4,14 +4,12 @@
 these networks, and on odder ones, with a float64 oracle that imports nothing of this package.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import traceback
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -207,14 +205,14 @@ def _off(what: str, found: np.ndarray, wanted: np.ndarray) -> float:
 class _Probe(Recorded):
     """A number that varies; what a rule does with it must be what every target can compile."""
 
-    def apply(self, operation: str, *values: Any) -> _Probe:
+    def apply(self, operation: str, *values: Any) -> Self:
         for value in values:
             if not isinstance(value, _Probe | np.float32):
                 raise NetworkError(f"the number {value!r} in a rule: write numpy.float32({value!r}), else a double")
         return self
 
     @classmethod
-    def call(cls, *values: Any) -> _Probe:
+    def call(cls, *values: Any) -> Self:
         """Stand for any function that a rule is given."""
         return cls().apply("call", *values)
 

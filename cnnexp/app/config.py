@@ -186,7 +186,7 @@ def load(values: Mapping[str, Any]) -> Settings:
 def plain(config: DictConfig) -> dict[str, Any]:
     """Return a config in plain containers, resolved; raise ConfigError where `???` or an interpolation is left."""
     try:
-        return _container(config, resolve=True, throw_on_missing=True)
+        return container(config, resolve=True, throw_on_missing=True)
     except MissingMandatoryValue as error:
         raise ConfigError(f"{error.full_key}: must be given, as {error.full_key}=VALUE") from error
     except OmegaConfBaseException as error:
@@ -195,7 +195,7 @@ def plain(config: DictConfig) -> dict[str, Any]:
 
 def record(config: DictConfig) -> dict[str, Any]:
     """Return a config for the record of a run, which others may see: what reads the environment stays as written."""
-    written = _container(config, resolve=False)
+    written = container(config, resolve=False)
     try:
         return _keep_env(plain(config), written)
     except ConfigError:
@@ -311,7 +311,7 @@ def _describe(hint: Any) -> str:
     return words.get(hint, "a mapping of keys to values")
 
 
-def _container(config: DictConfig, **options: Any) -> dict[str, Any]:
+def container(config: DictConfig, **options: Any) -> dict[str, Any]:
     return cast(dict[str, Any], OmegaConf.to_container(config, **options))
 
 

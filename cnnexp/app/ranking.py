@@ -49,13 +49,12 @@ def rows(
 
     The baseline is what speedups are over, None where jobs differ in it; `failed` jobs did not finish.
     """
-    rows: list[verdict.Row] = []
-    if measure is None:
-        rows.append(("ranking", "none: no job was timed alone to its end"))
-    elif measure == "speedup/vs_baseline":
-        rows.append(("ranking", f"by speedup over {baseline or 'the baseline of each job'}, median of all epochs"))
-    else:
-        rows.append(("ranking", "by images/s, median of all epochs; trainer.baseline=cpu gives a speedup beside it"))
+    order = {
+        None: "none: no job was timed alone to its end",
+        "speedup/vs_baseline": f"by speedup over {baseline or 'the baseline of each job'}, median of all epochs",
+        "throughput/images_per_s": "by images/s, median of all epochs; trainer.baseline=cpu gives a speedup beside it",
+    }
+    rows: list[verdict.Row] = [("ranking", order[measure])]
     for number, place in enumerate(places, 1):
         rows.append((f"{number:>4}.", f"{place.label}: {_phrase(place.interval, MEASURES[str(measure)])}"))
     if len(places) > 1:
@@ -67,8 +66,7 @@ def rows(
     disturbed = [row["job"] for row in found if row["disturbed"]]
     if disturbed:
         jobs = f"{len(disturbed)} of {len(found)} jobs, in folders {', '.join(disturbed)}"
-        text = f"DISTURBED by other work: {jobs}; measure again, or wait with trainer.patient=true"
-        rows.append(("machine", text))
+        rows.append(("machine", f"DISTURBED by other work: {jobs}; measure again, or wait with trainer.patient=true"))
     elif any(row["disturbed"] is False for row in found):
         rows.append(("machine", "quiet: no job was disturbed by other work"))
     if failed:

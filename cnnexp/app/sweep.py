@@ -144,8 +144,7 @@ def conclude(
     """Return what a sweep ends with, its ranking, what differs and where it is, and the metrics of its own run."""
     journals = {row["job"]: read_journal(Path(folder) / row["job"]) for row in found}
     baselines = {journal["config"].get("trainer", {}).get("baseline") for journal in journals.values()}
-    epochs = {job: journal["epochs"] for job, journal in journals.items()}
-    measure, places = ranking.rank(found, varied(found), epochs)
+    measure, places = ranking.rank(found, varied(found), {job: journal["epochs"] for job, journal in journals.items()})
     baseline = baselines.pop() if len(baselines) == 1 else None
     rows = ranking.rows(found, measure, places, baseline, len(_failed(found, paper)))
     return [*rows, ("folder", str(folder))], ranking.metrics(measure, places)

@@ -1,13 +1,11 @@
 """What every data set is once loaded, and what every source of one shares: limits, checks and the hash."""
 
-from __future__ import annotations
-
 import hashlib
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, Self
 
 import numpy as np
 
@@ -42,8 +40,8 @@ class Split:
     def __len__(self) -> int:
         return len(self.labels)
 
-    def __getitem__(self, rows: slice) -> Split:
-        return Split(self.images[rows], self.labels[rows])
+    def __getitem__(self, rows: slice) -> Self:
+        return type(self)(self.images[rows], self.labels[rows])
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,7 +82,7 @@ class Dataset:
         *,
         classes: tuple[str, ...],
         source: str = "arrays",
-    ) -> Dataset:
+    ) -> Self:
         """Check the splits, bring them to the dtypes of `Split`, and hash them.
 
         Images may come as uint8 or as floats of any width and byte order, gray ones also as (N, H, W); labels as

@@ -31,8 +31,7 @@ class Digits(Source):
         table = _read()
         table = table[np.random.default_rng(self.seed).permutation(len(table))]
         whole = Split(enlarge(table[:, :64].reshape(-1, 8, 8)), table[:, 64])
-        classes = tuple("0123456789")
-        return self._dataset(whole[:TRAINING], whole[TRAINING:], classes, "UCI, handwritten digits")
+        return self._dataset(whole[:TRAINING], whole[TRAINING:], tuple("0123456789"), "UCI, handwritten digits")
 
 
 def _read() -> np.ndarray:

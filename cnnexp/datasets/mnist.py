@@ -20,9 +20,6 @@ class Mnist(IdxSet):
     """
 
     name = "mnist"
-    mirrors = (
-        "https://ossci-datasets.s3.amazonaws.com/mnist/",
-        "https://storage.googleapis.com/cvdf-datasets/mnist/",
-    )
+    mirrors = ("https://ossci-datasets.s3.amazonaws.com/mnist/", "https://storage.googleapis.com/cvdf-datasets/mnist/")
     files = tuple(IdxFile(*form, sha256=digest) for form, digest in zip(FORM, SHA256, strict=True))
     classes = tuple("0123456789")

@@ -40,5 +40,4 @@ def keeps(key: int, rate: float, images: np.ndarray, size: int) -> np.ndarray:
 
 def draws(key: int, images: np.ndarray, size: int) -> np.ndarray:
     """Return `size` numbers for each of the images at these places in the data set: 32 bits each, int64 (N, size)."""
-    rows = mix(key ^ images.astype(np.int64))
-    return mix(rows[:, None] ^ mix(np.arange(size, dtype=np.int64)))
+    return mix(mix(key ^ images.astype(np.int64))[:, None] ^ mix(np.arange(size, dtype=np.int64)))

@@ -224,8 +224,7 @@ class Network:
             counts = sum(p.size for p in stage.parameters), stage.macs
             size, macs = (f"{count:,}" if count else "" for count in counts)
             rows.append((stage.name, _by(stage.output_shape), size, macs))
-        total = sum(stage.macs for stage in self.stages)
-        rows.append(("all", "", f"{self.parameter_count:,}", f"{total:,}"))
+        rows.append(("all", "", f"{self.parameter_count:,}", f"{sum(stage.macs for stage in self.stages):,}"))
         return "\n".join(f"{name:<16}{shape:<16}{size:>12}{macs:>16}".rstrip() for name, shape, size, macs in rows)
 
     def __repr__(self) -> str:

@@ -315,8 +315,7 @@ def _decode(content: bytes) -> Checkpoint:
     epoch, training, about = meta["epoch"], meta["training"], meta["about"]
     if type(epoch) is not int or epoch < 0 or not isinstance(training, dict) or not isinstance(about, dict):
         raise ValueError("its record has a field of another type")
-    begun = _begun(meta.get("begun"), epoch)
-    return Checkpoint(epoch, training, state, meta["history_sha256"], (), about, begun)
+    return Checkpoint(epoch, training, state, meta["history_sha256"], (), about, _begun(meta.get("begun"), epoch))
 
 
 def _begun(plain: Any, epoch: int) -> Progress | None:
