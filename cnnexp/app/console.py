@@ -104,9 +104,8 @@ class Display:
         """Show a finished epoch as a row, which stays."""
         if not self._rows:
             return
-        splits = {"train": result.train, "valid.": result.validation, "test": result.test}
         cells = {"epoch": f"{result.epoch}/{self._epochs}"}
-        for name, totals in splits.items():
+        for name, totals in (("train", result.train), ("valid.", result.validation), ("test", result.test)):
             if totals is not None:
                 cells |= {f"{name} loss": _short(totals.mean_loss, 4), f"{name} acc.": f"{totals.accuracy:.2%}"}
         cells |= {"seconds": f"{result.epoch_s:.3g}", "images/s": f"{result.images_per_s:,.0f}"}

@@ -53,7 +53,6 @@ def note_facts(folder: Path, paper: str | None, overrides: Sequence[str]) -> Non
         **environment.versions(),
         **environment.git_facts(),
     }
-    folder.mkdir(parents=True, exist_ok=True)
     (folder / FACTS).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
 
 

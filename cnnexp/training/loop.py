@@ -189,12 +189,9 @@ def epoch_order(count: int, seed: int, epoch: int) -> np.ndarray:
 
 def _load_held_out(program: Program, dataset: Dataset, share: float = 1.0) -> dict[str, tuple[Any, np.ndarray]]:
     """Load the first share of each held-out split; return (handle, labels) by name."""
-    held_out = {}
-    for name, split in (("test", dataset.test), ("validation", dataset.validation)):
-        if split is not None:
-            part = slice(math.ceil(share * len(split.labels)))
-            held_out[name] = program.load(split.images[part], split.labels[part]), split.labels[part]
-    return held_out
+    splits = {"test": dataset.test, "validation": dataset.validation}
+    firsts = {name: split[: math.ceil(share * len(split))] for name, split in splits.items() if split is not None}
+    return {name: (program.load(split.images, split.labels), split.labels) for name, split in firsts.items()}
 
 
 def _evaluate(one_pass: _Pass, held_out: dict[str, tuple[Any, np.ndarray]]) -> tuple[np.ndarray, dict[str, Totals]]:
