@@ -3,8 +3,6 @@
 Only light modules are imported at the top, so that MLflow begins to load, in a process of its own, before Hydra here.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import importlib
@@ -96,10 +94,6 @@ def main() -> None:
             _lead()
         sys.argv[1:] = take_plugins(sys.argv[1:])
         _dispatch(sys.argv[1:])
-    except CnnexpError as error:
-        if traceback_wanted:
-            raise
-        leave(str(error), error.exit_code)
     except KeyboardInterrupt as error:
         word, code = ("terminated", error.exit_code) if isinstance(error, Terminated) else ("interrupted", 130)
         leave("; ".join([word, *getattr(error, "__notes__", ())]), code)
@@ -110,7 +104,7 @@ def main() -> None:
     except Exception as error:
         if traceback_wanted:
             raise
-        failure = _composing(error) or explained(error)
+        failure = error if isinstance(error, CnnexpError) else _composing(error) or explained(error)
         leave(str(failure), failure.exit_code)
     finally:
         gc.freeze()  # else the interpreter, as it ends, walks through all of Numba's objects for half a second

@@ -4,8 +4,6 @@ Every error names what was given, what is legal and what to do. `cnnexp.__main__
 `cnnexp: error: ...` and leaves with `exit_code`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import difflib
 import errno

@@ -6,8 +6,6 @@ rate and two constants of the step, and returns the new `(w, s, t)`. It is writt
 compiled for the GPU. All numbers in it are float32: one float64 literal would make a GPU compute in double.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, Self
@@ -23,7 +21,6 @@ Scalar = Any
 """A number, an array of them, or a vector in the making: what a rule computes with."""
 Scalars = tuple[Scalar, Scalar, Scalar]
 f32 = np.float32
-NO_CONSTANTS = (f32(0), f32(0))
 
 
 @dataclass(frozen=True)
@@ -50,7 +47,7 @@ class Optimizer:
 
     def constants(self, step: Scalar) -> tuple[Scalar, Scalar]:
         """Return what depends on the step (1 for the first) alone, computed in float64; of many steps, arrays."""
-        return NO_CONSTANTS
+        return f32(0), f32(0)
 
     def rule(self, sqrt: Callable = np.sqrt, maximum: Callable = np.maximum) -> Rule:
         """Return `rule(w, g, s, t, rate, c0, c1) -> (w, s, t)` on the given sqrt and maximum."""

@@ -4,41 +4,22 @@
 these networks, and on odder ones, with a float64 oracle that imports nothing of this package.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import traceback
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
 from cnnexp.backends.protocol import Backend, Program, State
 from cnnexp.errors import CnnexpError, NetworkError
-from cnnexp.network import (
-    GELU,
-    AvgPool2d,
-    BatchNorm2d,
-    Conv2d,
-    Dropout,
-    Elementwise,
-    Flatten,
-    GlobalAvgPool,
-    LeakyReLU,
-    Linear,
-    Maths,
-    MaxPool2d,
-    Network,
-    ReLU,
-    Residual,
-    Sigmoid,
-    Tanh,
-)
+from cnnexp.network import AvgPool2d, BatchNorm2d, Conv2d, Dropout, Flatten, GlobalAvgPool, Linear, MaxPool2d, Residual
+from cnnexp.network.elementwise import GELU, Elementwise, LeakyReLU, Maths, ReLU, Sigmoid, Tanh
 from cnnexp.network.losses import Loss, compute
 from cnnexp.network.recorded import Recorded
-from cnnexp.network.shapes import walk
+from cnnexp.network.shapes import Network, walk
 from cnnexp.optimizers import SGD, Optimizer
 
 ALLOWED = 1e-4
@@ -159,13 +140,11 @@ def _compare(program: Program[Any], reference: Program[Any]) -> Iterator[float]:
     classes = 2 if program.loss == Loss.BINARY_CROSS_ENTROPY else network.output_shape[0]
     labels = rng.integers(0, classes, IMAGES)
     start = network.initial_state(0)
-    handles = [made.load(images, labels) for made in (program, reference)]
+    pairs = [(made, made.load(images, labels)) for made in (program, reference)]
+    handle = pairs[0][1]
 
     def both(method: str, *arguments: Any) -> list[Any]:
-        return [
-            getattr(made, method)(handle, *arguments)
-            for made, handle in zip((program, reference), handles, strict=True)
-        ]
+        return [getattr(made, method)(handle, *arguments) for made, handle in pairs]
 
     for made in (program, reference):
         made.restore(start)
@@ -185,18 +164,18 @@ def _compare(program: Program[Any], reference: Program[Any]) -> Iterator[float]:
     yield from _off_state("after training", trained, reference.state())
 
     program.restore(start)
-    program.train(handles[0], ORDER, RATE)
+    program.train(handle, ORDER, RATE)
     _need_same(program.state(), trained, "trained again from the same state, the same steps end elsewhere")
     program.restore(start)
-    program.train(handles[0], ORDER[: 2 * BATCH], RATE)
+    program.train(handle, ORDER[: 2 * BATCH], RATE)
     kept = program.state()
-    program.train(handles[0], ORDER, RATE)
+    program.train(handle, ORDER, RATE)
     program.restore(kept)
-    program.train(handles[0], ORDER[2 * BATCH :], RATE)
+    program.train(handle, ORDER[2 * BATCH :], RATE)
     _need_same(program.state(), trained, "trained on from a state that was kept on the way, it ends elsewhere")
     program.restore(start)
     for first in range(0, IMAGES, BATCH):
-        _, gradient = program.gradients(handles[0], ORDER[first : first + BATCH])
+        _, gradient = program.gradients(handle, ORDER[first : first + BATCH])
         program.apply(gradient, RATE)
     yield from _off_state("after gradients and apply in turn", program.state(), trained)
 
@@ -226,14 +205,14 @@ def _off(what: str, found: np.ndarray, wanted: np.ndarray) -> float:
 class _Probe(Recorded):
     """A number that varies; what a rule does with it must be what every target can compile."""
 
-    def apply(self, operation: str, *values: Any) -> _Probe:
+    def apply(self, operation: str, *values: Any) -> Self:
         for value in values:
             if not isinstance(value, _Probe | np.float32):
                 raise NetworkError(f"the number {value!r} in a rule: write numpy.float32({value!r}), else a double")
         return self
 
     @classmethod
-    def call(cls, *values: Any) -> _Probe:
+    def call(cls, *values: Any) -> Self:
         """Stand for any function that a rule is given."""
         return cls().apply("call", *values)
 
@@ -259,8 +238,7 @@ def check_rules(network: Network, optimizer: Optimizer) -> None:
 def check_layer(layer: Elementwise) -> None:
     """Compare a layer's derivative with central differences of its rule, on numbers -6 .. 6.
 
-    Raises:
-        NetworkError: they differ, one is no number, or uses what not every target can compile.
+    NetworkError is raised where they differ, one is no number, or uses what not every target can compile.
     """
     with _named(f"layer {type(layer).__name__}"), np.errstate(all="ignore"):
         layer.derivative(PROBING)(_Probe(), layer.rule(PROBING)(_Probe()))

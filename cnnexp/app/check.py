@@ -1,7 +1,5 @@
 """`cnnexp check NAME`: is a backend, a layer, an optimizer or a loss right? For who writes one; see `testing`."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from typing import Any

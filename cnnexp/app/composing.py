@@ -1,10 +1,4 @@
-"""Turn what Hydra, OmegaConf and YAML say about a config that cannot be composed into one line of ours.
-
-They raise a handful of exceptions whose texts span lines and name the symptom; here each becomes a `ConfigError` that
-names the key, the value and what is legal.
-"""
-
-from __future__ import annotations
+"""Turn what Hydra, OmegaConf and YAML say of a config that cannot be composed, in many lines, into one of ours."""
 
 import re
 import traceback

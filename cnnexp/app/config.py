@@ -5,21 +5,20 @@ are the fields' annotations, and their ranges are checked where the object is ma
 vocabulary, and every mistake is one `ConfigError` line that names the key, the value and what is legal.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import types
 import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from cnnexp.backends import BACKENDS, backend_class
+from cnnexp.backends.protocol import Backend
 from cnnexp.datasets import DATASETS, Dataset, Source
 from cnnexp.errors import ConfigError, did_you_mean
 from cnnexp.network import LAYERS, Layer
@@ -27,44 +26,24 @@ from cnnexp.network.losses import Loss
 from cnnexp.network.models import MODELS, Model
 from cnnexp.optimizers import OPTIMIZERS, Optimizer
 from cnnexp.papers import EXPERIMENTS
-from cnnexp.system.ranges import FLOAT32, LARGEST, check_range, in_float32
+from cnnexp.system.ranges import FLOAT32, LARGEST, check_fields, check_range, in_float32, ranged
 from cnnexp.system.registry import Registry
 from cnnexp.training.augment import AUGMENTATIONS, Augmentation
 from cnnexp.training.schedules import Schedule, ScheduleName
 from cnnexp.workers import WORKERS, Workers
 
-if TYPE_CHECKING:
-    from cnnexp.backends.protocol import Backend
-
 SECTIONS = ("model", "backend", "optimizer", "dataset", "augment", "trainer", "workers", "tracking", "sweep")
 MAX_WHOLE = 2**63 - 1  # compiled code counts in int64
 MOST_SHOWN = 200  # characters of a value, in a message
-TRAINER_RANGES = {
-    "epochs": "1 .. 1000000",
-    "batch_size": ">= 1",
-    "seed": "0 .. 2**63 - 1",
-    "clip_norm": "> 0, or null",
-    "accumulate": ">= 1",
-    "ema": "> 0 and < 1, or null",
-    "patience": ">= 1, or null",
-    "target": "> 0, <= 1, or null",
-    "baseline_batches": ">= 1",
-    "baseline_s": "> 0 seconds",
-    "pass_s": "> 0 seconds, or null",
-    "checkpoint_s": "> 0 seconds, or null",
-    "checkpoint_batches": ">= 1, or null",
-    "keep_last": ">= 1",
-    "keep_best": ">= 0",
-}
 
 
 @dataclass(frozen=True)
 class Trainer:
     """How long and in what order to train, and what to measure beside it; see `conf/trainer/default.yaml`."""
 
-    epochs: int = 10
-    batch_size: int = 32
-    seed: int = 0
+    epochs: int = ranged(10, "1 .. 1000000")
+    batch_size: int = ranged(32, ">= 1")
+    seed: int = ranged(0, "0 .. 2**63 - 1")
     schedule: ScheduleName = "cosine"
     step_every: int = 10
     step_factor: float = 0.1
@@ -72,28 +51,27 @@ class Trainer:
     power: float = 1.0
     peak: float = 0.3
     warmup: float = 0.0
-    clip_norm: float | None = None
-    accumulate: int = 1
+    clip_norm: float | None = ranged(None, "> 0, or null")
+    accumulate: int = ranged(1, ">= 1")
     class_weights: tuple[float, ...] | Literal["balanced"] | None = None
-    ema: float | None = None
-    patience: int | None = None
-    target: float | None = None
+    ema: float | None = ranged(None, "> 0 and < 1, or null")
+    patience: int | None = ranged(None, ">= 1, or null")
+    target: float | None = ranged(None, "> 0, <= 1, or null")
     baseline: str | None = "cpu"
-    baseline_batches: int = 3
-    baseline_s: float = 1.0
+    baseline_batches: int = ranged(3, ">= 1")
+    baseline_s: float = ranged(1.0, "> 0 seconds")
     progress: bool = True
     resume: str | None = None
-    pass_s: float | None = None
+    pass_s: float | None = ranged(None, "> 0 seconds, or null")
     profile: bool = False
     patient: bool = False
-    checkpoint_s: float | None = 300.0
-    checkpoint_batches: int | None = None
-    keep_last: int = 2
-    keep_best: int = 1
+    checkpoint_s: float | None = ranged(300.0, "> 0 seconds, or null")
+    checkpoint_batches: int | None = ranged(None, ">= 1, or null")
+    keep_last: int = ranged(2, ">= 1")
+    keep_best: int = ranged(1, ">= 0")
 
     def __post_init__(self) -> None:
-        for key, legal in TRAINER_RANGES.items():
-            check_range(f"trainer.{key}", getattr(self, key), legal)
+        check_fields(self, "trainer")
         weights = self.class_weights or ()
         for weight in weights if isinstance(weights, tuple) else () if weights == "balanced" else (weights,):
             check_range("trainer.class_weights", weight, "> 0")
@@ -208,7 +186,7 @@ def load(values: Mapping[str, Any]) -> Settings:
 def plain(config: DictConfig) -> dict[str, Any]:
     """Return a config in plain containers, resolved; raise ConfigError where `???` or an interpolation is left."""
     try:
-        return _container(config, resolve=True, throw_on_missing=True)
+        return container(config, resolve=True, throw_on_missing=True)
     except MissingMandatoryValue as error:
         raise ConfigError(f"{error.full_key}: must be given, as {error.full_key}=VALUE") from error
     except OmegaConfBaseException as error:
@@ -217,7 +195,7 @@ def plain(config: DictConfig) -> dict[str, Any]:
 
 def record(config: DictConfig) -> dict[str, Any]:
     """Return a config for the record of a run, which others may see: what reads the environment stays as written."""
-    written = _container(config, resolve=False)
+    written = container(config, resolve=False)
     try:
         return _keep_env(plain(config), written)
     except ConfigError:
@@ -228,9 +206,7 @@ def build(cls: type, values: Mapping[str, Any], where: str, tag: str | None = No
     """Make a dataclass from plain values, strictly: its fields are the legal keys, their annotations the legal types.
 
     `where` is the config path of the values, for messages; `tag` a key that has chosen the class and is no field of it.
-
-    Raises:
-        ConfigError: an unknown or missing key, a wrong type, an illegal value.
+    ConfigError is raised on an unknown or missing key, a wrong type, an illegal value.
     """
     fields = [field for field in dataclasses.fields(cls) if field.init]
     required = [f.name for f in fields if f.default is f.default_factory is dataclasses.MISSING]
@@ -254,8 +230,7 @@ def defaults(cls: type) -> dict[str, Any]:
 def convert(value: Any, hint: Any, key: str) -> Any:
     """Return `value` as the annotation `hint` wants it: never a guess, so no '3' for 3, no true for 1.0, no nan.
 
-    Raises:
-        ConfigError: it is of another type, naming `key`, the value and what is legal.
+    Where it is of another type, ConfigError names `key`, the value and what is legal.
     """
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if hint == Layer:
@@ -336,7 +311,7 @@ def _describe(hint: Any) -> str:
     return words.get(hint, "a mapping of keys to values")
 
 
-def _container(config: DictConfig, **options: Any) -> dict[str, Any]:
+def container(config: DictConfig, **options: Any) -> dict[str, Any]:
     return cast(dict[str, Any], OmegaConf.to_container(config, **options))
 
 

@@ -6,8 +6,6 @@ config file is checked as text when it is read (`check_file`), what it sets is c
 `TRUSTED` files and on the command line by `plugins`.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import re
@@ -81,9 +79,7 @@ def hide_secrets(words: Sequence[str]) -> list[str]:
     """Return a command line with a `tracking.uri` that may hold a secret moved into the environment, whole.
 
     What Hydra and MLflow write down then holds the name of the variable alone; the processes of jobs inherit it.
-
-    Raises:
-        ConfigError: the address holds an interpolation that leads nowhere.
+    ConfigError is raised where the address holds an interpolation that leads nowhere.
     """
     shown = []
     for word in words:

@@ -1,7 +1,5 @@
 """What a person sees: of a run a row per epoch, of a sweep a row per job, below a progress bar in a terminal."""
 
-from __future__ import annotations
-
 import os
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -34,12 +32,7 @@ class Display:
     """
 
     def __init__(
-        self,
-        epochs: int,
-        baseline: str | None = None,
-        shown: bool = True,
-        console: Console | None = None,
-        job: str = "",
+        self, epochs: int, baseline: str | None, shown: bool = True, console: Console | None = None, job: str = ""
     ) -> None:
         self.console = console or make_console()
         self._epochs, self._baseline, self._shown = epochs, baseline, shown
@@ -111,9 +104,8 @@ class Display:
         """Show a finished epoch as a row, which stays."""
         if not self._rows:
             return
-        splits = {"train": result.train, "valid.": result.validation, "test": result.test}
         cells = {"epoch": f"{result.epoch}/{self._epochs}"}
-        for name, totals in splits.items():
+        for name, totals in (("train", result.train), ("valid.", result.validation), ("test", result.test)):
             if totals is not None:
                 cells |= {f"{name} loss": _short(totals.mean_loss, 4), f"{name} acc.": f"{totals.accuracy:.2%}"}
         cells |= {"seconds": f"{result.epoch_s:.3g}", "images/s": f"{result.images_per_s:,.0f}"}
@@ -204,7 +196,6 @@ def say(console: Console, text: str) -> None:
 
 
 def say_rows(console: Console, rows: Sequence[verdict.Row]) -> None:
-    """Print a verdict."""
     say(console, verdict.screen(rows, min(console.width, LINE)))
 
 

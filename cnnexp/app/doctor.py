@@ -4,8 +4,6 @@ Every backend trains a small network in a process of its own, so that one that d
 compared with another, see `testing`.
 """
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -109,6 +107,5 @@ def _around() -> Iterator[tuple[str, str]]:
     cache = Path(pooch.os_cache("cnnexp"))
     for name, source in DATASETS.items():
         if issubclass(source, IdxSet):
-            files = [cache / name / f"{file.name}.gz" for file in source.files]
-            there = all(file.exists() for file in files)
+            there = all((cache / name / f"{file.name}.gz").exists() for file in source.files)
             yield name, f"in {cache / name}" if there else f"not yet in {cache / name}: its first use downloads it"

@@ -4,8 +4,6 @@ The page is draw.html, which asks nobody else for anything. It sends what is dra
 of a photograph given to `cnnexp predict`, so both give the same probabilities.
 """
 
-from __future__ import annotations
-
 import base64
 import io
 import json

@@ -1,7 +1,5 @@
 """`cnnexp explain`: why a run is as fast as it is, part by part of its training step, on the screen and as a figure."""
 
-from __future__ import annotations
-
 import json
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -44,21 +42,20 @@ def command(arguments: Sequence[str]) -> None:
     paths = [find_run(run, f"explain {run}") for run in arguments]
     folders = [folder_of(path) for path in paths]
     console = make_console()
-    profiles, names = [], []
+    title, profiles = " | ".join(str(read_journal(folder)["name"]) for folder in folders), []
     for run, path, folder in zip(arguments, paths, folders, strict=True):
-        profile, journal = _read_profile(folder), read_journal(folder)
+        profile = _read_profile(folder)
         if profile is None:
             say(console, f"explain {run}: was not profiled; its steps are timed now, from {path.name}\n")
-            profile = clock_steps(path, journal["config"], f"explain {run}")
+            profile = clock_steps(path, read_journal(folder)["config"], f"explain {run}")
         profiles.append(profile)
-        names.append(str(journal["name"]))
     sides = set_beside(profiles)
     file = folders[0] / "figures" / ("explain.png" if len(folders) == 1 else f"explain-{folders[1].name}.png")
     has_blocks = console.encoding.lower().startswith("utf")
-    say(console, "\n".join(screen(sides, " | ".join(names), min(console.width, LINE), has_blocks)))
+    say(console, "\n".join(screen(sides, title, min(console.width, LINE), has_blocks)))
     from cnnexp.tracking import figures  # loads matplotlib: after the answer is there
 
-    figures.save(figures.explained(sides, " | ".join(names)), file)
+    figures.save(figures.explained(sides, title), file)
     say(console, f"\nThe figure: {file}")
 
 

@@ -1,7 +1,5 @@
 """`cnnexp export`: what a run has trained as an ONNX file, verified against `predict`."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`cnnexp find-rate`: train at ever higher learning rates, and say from where on it fails (Smith 2017, section 3.3)."""
 
-from __future__ import annotations
-
 import math
 import sys
 from collections.abc import Sequence
@@ -26,8 +24,7 @@ ROWS, FIGURE = 12, "find-rate.png"
 def command(arguments: Sequence[str]) -> None:
     """Print rates and losses and the rate to train with, of a run's arguments; draw the curve.
 
-    Raises:
-        ConfigError: an argument is unknown or illegal, or the loss falls at no rate.
+    ConfigError is raised where an argument is unknown or illegal, or the loss falls at no rate.
     """
     found = _train(settings_of(arguments), np.geomspace(LOWEST, HIGHEST, STEPS))
     for i in np.unique(np.linspace(0, len(found) - 1, ROWS).astype(int)):

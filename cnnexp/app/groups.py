@@ -1,7 +1,5 @@
 """`cnnexp help`, `cnnexp help GROUP` and `cnnexp help GROUP=NAME`: commands, and what `conf/` says of its keys."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import re
@@ -45,10 +43,7 @@ def show_all(commands: Mapping[str, str]) -> None:
 def show(word: str, commands: Iterable[str]) -> None:
     """Print the names of a group, each with what its file says it is; of one name, or of a group of one, the file.
 
-    The word is GROUP or GROUP=NAME; there is help for commands, too.
-
-    Raises:
-        ConfigError: there is no such group or name.
+    The word is GROUP or GROUP=NAME, there is help for commands, too; ConfigError is raised where there is no such name.
     """
     group, _, name = word.partition("=")
     groups = sorted(path.name for path in CONF.iterdir() if path.is_dir() and path.name != "hydra")

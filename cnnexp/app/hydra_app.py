@@ -1,7 +1,5 @@
 """The only module that imports Hydra: it composes the config of a command line, and hands each job to `run`."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import math
@@ -27,7 +25,7 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
 
 from cnnexp.app import config_security, sweep
-from cnnexp.app.config import SECTIONS, Settings, Tracking, build, defaults, load, plain, record
+from cnnexp.app.config import SECTIONS, Settings, Tracking, build, container, defaults, load, plain, record
 from cnnexp.app.config_security import CONF
 from cnnexp.app.console import JobTable, make_console, say, say_folder, say_rows
 from cnnexp.app.resume import AUTO, find_earlier
@@ -130,7 +128,7 @@ def _check_composing() -> None:
 
     def load_configuration(self: ConfigLoaderImpl, *arguments: Any, **options: Any) -> DictConfig:
         composed = compose(self, *arguments, **options)
-        config_security.check_composed(cast(dict[str, Any], OmegaConf.to_container(composed, resolve=False)))
+        config_security.check_composed(container(composed, resolve=False))
         return composed
 
     # Hydra loads its plugins, the reader of files among them, as modules that nobody else can reach
@@ -168,8 +166,7 @@ def _check_groups(words: Sequence[str]) -> None:
 def flags_first(words: Sequence[str]) -> list[str]:
     """Return a command line with its flags at its start: Hydra takes no words on both sides of one.
 
-    Raises:
-        ConfigError: a flag is unknown or refused, lacks its value, or has one that it does not take.
+    ConfigError is raised where one is unknown or refused, lacks its value, or has one that it does not take.
     """
     legal = {flag: action for action in get_args_parser()._actions for flag in action.option_strings}
     flags, others, left = [], [], list(words)
@@ -365,7 +362,6 @@ def _finish_sweep(started: sweep.SweepRecord, interrupted: bool) -> list[str]:
 
 
 def _recorder(tracking: Tracking) -> Recorder | None:
-    """Return the process that writes to the store."""
     if tracking.name == "none":
         return None
     if tracking not in _recorders:
@@ -409,5 +405,4 @@ def config_keys() -> list[str]:
     choices = [word.partition("=")[::2] for word in sys.argv[1:]]
     picked = [f"{group}={name}" for group, name in choices if (CONF / group / f"{name}.yaml").is_file()]
     with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
-        composed = OmegaConf.to_container(hydra.compose("config", picked), resolve=False)
-        return list(leaves(cast(dict[str, Any], composed)))
+        return list(leaves(container(hydra.compose("config", picked), resolve=False)))

@@ -1,10 +1,9 @@
 """When a run's checkpoints are written: at its start, after every epoch, within one, and where a signal ends it."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping
-from typing import Any, Self
+from contextlib import AbstractContextManager
+from typing import Any
 
 from cnnexp.app.config import Trainer
 from cnnexp.backends.protocol import Program
@@ -13,13 +12,11 @@ from cnnexp.training.checkpoint import FOLDER, Checkpoint, CheckpointWriter
 from cnnexp.training.loop import EpochResult, Progress
 
 
-class CheckpointCallback:
-    """Context manager: keeps what a program has trained, in the folder of its run, whose model the newest one is.
+class CheckpointCallback(AbstractContextManager):
+    """Keeps what a program has trained, in the folder of its run, whose model the newest one is.
 
     The trainer says how often, and how many stay. `within`: whether the program has one state between any two steps.
-
-    Raises:
-        CheckpointError: one cannot be written.
+    CheckpointError is raised where one cannot be written.
     """
 
     def __init__(
@@ -36,9 +33,6 @@ class CheckpointCallback:
         self._writer = CheckpointWriter(run.folder / FOLDER, training, history, trainer.keep_last, trainer.keep_best)
         self._latest = self._kept
         self._save(begun=self._kept)  # of the start: so a run that is stopped in its first epoch can go on, too
-
-    def __enter__(self) -> Self:
-        return self
 
     def finished(self, result: EpochResult) -> None:
         """Keep what an epoch has made, as `Run` has recorded it."""

@@ -1,7 +1,5 @@
 """`cnnexp runs`: the runs under `outputs/`, read from their journals: no store is asked, and no page is served."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path

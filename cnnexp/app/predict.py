@@ -1,18 +1,16 @@
 """`cnnexp predict`: classify images with what a run has trained."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from cnnexp.app.config import named
+from cnnexp.app.config import container, named
 from cnnexp.app.resume import find_run
 from cnnexp.backends import BACKENDS
 from cnnexp.datasets import DATASETS, Dataset, photograph
@@ -57,7 +55,7 @@ def _parse(arguments: Sequence[str]) -> tuple[str, list[str], dict[str, dict[str
         else:
             words.append(argument)
     try:
-        options = cast(dict[str, Any], OmegaConf.to_container(OmegaConf.from_dotlist(overrides), resolve=True))
+        options = container(OmegaConf.from_dotlist(overrides), resolve=True)
     except (OmegaConfBaseException, YAMLError) as error:
         raise ConfigError(f"predict {' '.join(overrides)}: {str(error).splitlines()[0]}") from error
     if not words or bool(words[1:]) == ("dataset" in options):

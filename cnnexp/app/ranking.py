@@ -1,13 +1,10 @@
 """The verdict on a sweep: its jobs ranked by speedup, and which of them differ by more than chance."""
 
-from __future__ import annotations
-
 import re
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import groupby, pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 from cnnexp.measuring.confidence import Interval, holm, median_interval, p_value
 from cnnexp.tracking import verdict
@@ -18,8 +15,7 @@ SIGNIFICANT = 0.05  # p-value, after Holm, below which two places differ
 MEASURES = {"speedup/vs_baseline": "{:.3g} x", "throughput/images_per_s": "{:,.0f} images/s"}
 
 
-@dataclass(frozen=True)
-class Place:
+class Place(NamedTuple):
     """A job of a sweep, or several that differ in their seed alone."""
 
     label: str  # what varied, e.g. `cpu-simd filters=32`
@@ -53,13 +49,12 @@ def rows(
 
     The baseline is what speedups are over, None where jobs differ in it; `failed` jobs did not finish.
     """
-    rows: list[verdict.Row] = []
-    if measure is None:
-        rows.append(("ranking", "none: no job was timed alone to its end"))
-    elif measure == "speedup/vs_baseline":
-        rows.append(("ranking", f"by speedup over {baseline or 'the baseline of each job'}, median of all epochs"))
-    else:
-        rows.append(("ranking", "by images/s, median of all epochs; trainer.baseline=cpu gives a speedup beside it"))
+    order = {
+        None: "none: no job was timed alone to its end",
+        "speedup/vs_baseline": f"by speedup over {baseline or 'the baseline of each job'}, median of all epochs",
+        "throughput/images_per_s": "by images/s, median of all epochs; trainer.baseline=cpu gives a speedup beside it",
+    }
+    rows: list[verdict.Row] = [("ranking", order[measure])]
     for number, place in enumerate(places, 1):
         rows.append((f"{number:>4}.", f"{place.label}: {_phrase(place.interval, MEASURES[str(measure)])}"))
     if len(places) > 1:
@@ -71,8 +66,7 @@ def rows(
     disturbed = [row["job"] for row in found if row["disturbed"]]
     if disturbed:
         jobs = f"{len(disturbed)} of {len(found)} jobs, in folders {', '.join(disturbed)}"
-        text = f"DISTURBED by other work: {jobs}; measure again, or wait with trainer.patient=true"
-        rows.append(("machine", text))
+        rows.append(("machine", f"DISTURBED by other work: {jobs}; measure again, or wait with trainer.patient=true"))
     elif any(row["disturbed"] is False for row in found):
         rows.append(("machine", "quiet: no job was disturbed by other work"))
     if failed:

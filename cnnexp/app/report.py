@@ -1,7 +1,5 @@
 """`cnnexp report`: the page of a paper's table or figure, made again from the folder of a sweep."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from pathlib import Path

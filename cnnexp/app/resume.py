@@ -1,12 +1,9 @@
 """What a run goes on from: the run that `trainer.resume` names, or the newest one of the same config."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from cnnexp.errors import CheckpointError, ConfigError
 from cnnexp.measuring.environment import config_hash, outputs_dir
@@ -19,8 +16,7 @@ LATEST, BEST = "latest", "best"
 ID_START = re.compile("[0-9a-f]{4,32}")
 
 
-@dataclass(frozen=True)
-class ResumePoint:
+class ResumePoint(NamedTuple):
     """A run that was stopped."""
 
     folder: Path  # of the run
@@ -52,9 +48,7 @@ def find_earlier(resume: str | None, folder: Path, config: Mapping[str, Any]) ->
     """Return the run to go on from, None to start afresh, for a run to come in a folder, its config as recorded.
 
     `auto` looks in the run's own folder, then for the newest run of this config under `outputs/` that is not running.
-
-    Raises:
-        CheckpointError: the run that is named has no checkpoint.
+    CheckpointError is raised where the run that is named has no checkpoint.
     """
     if resume is None:
         return None
@@ -71,10 +65,8 @@ def find_run(named: str, given: str) -> Path:
     """Return the newest checkpoint of the run that a user means; `given` is how, for the message.
 
     A run is named by its folder or a checkpoint file; or, of the runs under `outputs/`, by an MLflow id or the first
-    digits of one, `latest`, or `best`: the one that ended with the highest test accuracy.
-
-    Raises:
-        CheckpointError: there is none, or several have such an id.
+    digits of one, `latest`, or `best`: the one that ended with the highest test accuracy. CheckpointError is raised
+    where there is none, or several have such an id.
     """
     place = Path(named)
     if not place.exists() and named in (LATEST, BEST):
@@ -95,13 +87,11 @@ def folder_of(path: Path) -> Path:
 
 def _ranked(named: str, given: str) -> Path:
     folders = list(_trained())
-    if named == BEST:
-        folders.sort(key=lambda folder: read_journal(folder)["metrics"].get("final/test_accuracy", 0.0))
-    else:
-        folders.sort(key=lambda folder: (folder / JOURNAL).stat().st_mtime)
     if not folders:
         raise CheckpointError(f"{given}: no run under {outputs_dir()} has a checkpoint; give a run's folder")
-    return folders[-1]
+    if named == BEST:
+        return sorted(folders, key=lambda folder: read_journal(folder)["metrics"].get("final/test_accuracy", 0.0))[-1]
+    return sorted(folders, key=lambda folder: (folder / JOURNAL).stat().st_mtime)[-1]
 
 
 def _trained() -> Iterator[Path]:

@@ -1,15 +1,12 @@
 """One run, from its settings to its record: the pieces are made, and every epoch goes to observers."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import logging
 import math
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
@@ -49,14 +46,12 @@ def train(settings: Settings, run: Run, earlier: ResumePoint | None = None, job:
     Diverged.in_one_line()
     trainer = settings.trainer
     with ExitStack() as stack:
-        display = Display(trainer.epochs, trainer.baseline, trainer.progress, job=job)
-        stack.enter_context(display)
+        display = stack.enter_context(Display(trainer.epochs, trainer.baseline, trainer.progress, job=job))
         made = _make(settings, run, earlier, stack, display)
         if made.backend.explain:
             display.explain(made.program.explain())
         history = made.resumed.history if made.resumed else ()
-        within = made.parallel is None
-        keeping = CheckpointCallback(run, made.program, trainer, made.training, made.resumed, within)
+        keeping = CheckpointCallback(run, made.program, trainer, made.training, made.resumed, made.parallel is None)
         stack.enter_context(keeping)
         run.resume(history)
         stopping = EarlyStopping(trainer.patience, trainer.target, history)
@@ -83,8 +78,7 @@ def train(settings: Settings, run: Run, earlier: ResumePoint | None = None, job:
         _conclude(made, len(history))
 
 
-@dataclass(frozen=True)
-class _Made:
+class _Made(NamedTuple):
     """What is trained, once all is compiled: what it is made from, its record, its time, and what came of it."""
 
     settings: Settings

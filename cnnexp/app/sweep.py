@@ -4,17 +4,14 @@ The jobs may run in other processes, on other machines that share the disk, so a
 environment variable (whose sweep am I part of?) and their folders (what became of me?).
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os
 import socket
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from cnnexp.app import ranking
 from cnnexp.system.table import Group, Table, as_markdown, write_csv
@@ -38,8 +35,7 @@ COLUMNS = {
 }
 
 
-@dataclass(frozen=True)
-class Sweep:
+class Sweep(NamedTuple):
     """A sweep, as its jobs see it."""
 
     folder: str  # holds one folder per job
@@ -104,7 +100,7 @@ class SweepRecord(Record):
                 log.warning("%s; the sweep goes on, and is recorded when it answers", silent)
         note_facts(self.folder, paper, overrides)
         within = Sweep(str(folder), _this_process(), self.begun, list(varied or ()), jobs, time.time())
-        os.environ[VARIABLE] = json.dumps(asdict(within))
+        os.environ[VARIABLE] = json.dumps(within._asdict())
 
     def finish(self, interrupted: bool = False) -> list[dict[str, Any]]:
         """End the sweep, one that a signal has interrupted, too: write its table, draw its figures, end its parent run.
@@ -148,8 +144,7 @@ def conclude(
     """Return what a sweep ends with, its ranking, what differs and where it is, and the metrics of its own run."""
     journals = {row["job"]: read_journal(Path(folder) / row["job"]) for row in found}
     baselines = {journal["config"].get("trainer", {}).get("baseline") for journal in journals.values()}
-    epochs = {job: journal["epochs"] for job, journal in journals.items()}
-    measure, places = ranking.rank(found, varied(found), epochs)
+    measure, places = ranking.rank(found, varied(found), {job: journal["epochs"] for job, journal in journals.items()})
     baseline = baselines.pop() if len(baselines) == 1 else None
     rows = ranking.rows(found, measure, places, baseline, len(_failed(found, paper)))
     return [*rows, ("folder", str(folder))], ranking.metrics(measure, places)

@@ -1,7 +1,5 @@
 """`cnnexp sync`: send to the stores what journals hold and stores lack, since they did not answer or a process died."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

@@ -1,22 +1,21 @@
 """What every data set is once loaded, and what every source of one shares: limits, checks and the hash."""
 
-from __future__ import annotations
-
 import hashlib
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, Self
 
 import numpy as np
 
 from cnnexp.errors import ConfigError, DataError
 from cnnexp.system import memory
+from cnnexp.system.ranges import check_fields, ranged
 
 MAX_CLASSES = 100_000
-SEEDS = 0, 2**63 - 1
-SIZES = dict.fromkeys(("train_size", "test_size", "validation_size"), (1, None))
+WHOLE = "a whole number >= 1"
+SEED = f"a whole number 0 .. {2**63 - 1}"
 
 log = logging.getLogger(__name__)
 
@@ -41,8 +40,8 @@ class Split:
     def __len__(self) -> int:
         return len(self.labels)
 
-    def __getitem__(self, rows: slice) -> Split:
-        return Split(self.images[rows], self.labels[rows])
+    def __getitem__(self, rows: slice) -> Self:
+        return type(self)(self.images[rows], self.labels[rows])
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,7 +82,7 @@ class Dataset:
         *,
         classes: tuple[str, ...],
         source: str = "arrays",
-    ) -> Dataset:
+    ) -> Self:
         """Check the splits, bring them to the dtypes of `Split`, and hash them.
 
         Images may come as uint8 or as floats of any width and byte order, gray ones also as (N, H, W); labels as
@@ -108,12 +107,10 @@ class Source:
     """Base of the sources; `conf/dataset/<name>.yaml` explains the fields of each."""
 
     name: ClassVar[str]
-    # least and most (None: any) of the fields that are whole numbers; one whose default is None may be None
-    whole: ClassVar[Mapping[str, tuple[int, int | None]]] = {}
     given: ClassVar[Mapping[str, tuple[str, str]]] = {}  # what a field is that has to be given, and an example
-    train_size: int | None = None
-    test_size: int | None = None
-    validation_size: int | None = None
+    train_size: int | None = ranged(None, WHOLE)
+    test_size: int | None = ranged(None, WHOLE)
+    validation_size: int | None = ranged(None, WHOLE)
 
     def __repr__(self) -> str:
         given = (f"{f.name}={value!r}" for f in fields(self) if (value := getattr(self, f.name)) != f.default)
@@ -123,15 +120,7 @@ class Source:
         for key, (what, example) in self.given.items():
             if getattr(self, key) is None:
                 raise ConfigError(f"dataset.{key}: not given; it is {what}, e.g. dataset.{key}={example}")
-        optional = {field.name for field in fields(self) if field.default is None}
-        for key, (least, most) in {**SIZES, **self.whole}.items():
-            value = getattr(self, key)
-            if value is None and key in optional:
-                continue
-            whole = isinstance(value, int) and not isinstance(value, bool)
-            if not whole or value < least or (most is not None and value > most):
-                bounds = f">= {least}" if most is None else f"{least} .. {most}"
-                raise ConfigError(f"dataset.{key}={value!r}: must be a whole number {bounds}")
+        check_fields(self, "dataset")
 
     def load(self) -> Dataset:
         """Read the images.

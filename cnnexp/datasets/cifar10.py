@@ -5,8 +5,6 @@ green and blue, row by row. Nothing is unpickled, and nothing in the archive is 
 lies.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import tarfile
@@ -14,13 +12,13 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 import numpy as np
 
 from cnnexp.datasets.base import Dataset, Source, Split, shown
 from cnnexp.datasets.download import fetch
-from cnnexp.errors import DataError, reason_of
+from cnnexp.errors import DataError, reason_of, refused
 from cnnexp.system.files import open_regular, read_regular
 
 SIDE = 32
@@ -45,13 +43,10 @@ class Cifar10(Source):
     root: str | None = None
     verify: bool = True
 
-    name: ClassVar[str] = "cifar10"
-    mirrors: ClassVar[tuple[str, ...]] = ("https://www.cs.toronto.edu/~kriz/",)
-    sha256: ClassVar[str] = "c4a38c50a1bc5f3a1c5537f2155ab9d68f9f25eb1ed8d9ddda3db29a59bca1dd"
-    classes: ClassVar[tuple[str, ...]] = (
-        *("airplane", "automobile", "bird", "cat", "deer"),
-        *("dog", "frog", "horse", "ship", "truck"),
-    )
+    name = "cifar10"
+    mirrors = ("https://www.cs.toronto.edu/~kriz/",)
+    sha256 = "c4a38c50a1bc5f3a1c5537f2155ab9d68f9f25eb1ed8d9ddda3db29a59bca1dd"
+    classes = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 
     def load(self) -> Dataset:
         if self.root is None:
@@ -65,13 +60,11 @@ class Cifar10(Source):
 
     def _find(self, root: Path) -> dict[str, Split]:
         """Read the files under a folder, or the archive in it."""
+        with refused(DataError, f"dataset.root={shown(self.root)}"):
+            os.listdir(root)  # else one that cannot be read would seem to be empty
         for folder in (root, root / FOLDER):
-            try:
-                if TEST in os.listdir(folder):
-                    return {name: self._read_file(folder / name) for name in (*TRAIN, TEST)}
-            except OSError as error:
-                if folder == root:
-                    raise DataError(f"dataset.root={shown(self.root)}: {reason_of(error)}") from error
+            if os.path.exists(folder / TEST):  # False of a folder that may not be read
+                return {name: self._read_file(folder / name) for name in (*TRAIN, TEST)}
         path = root / ARCHIVE
         if not path.exists():
             raise DataError(
@@ -111,7 +104,6 @@ class Cifar10(Source):
         return files
 
     def _members(self, archive: tarfile.TarFile) -> Iterator[tuple[str, Split]]:
-        """Yield (name, split) of the files of the data set."""
         wanted = {f"{FOLDER}/{name}": name for name in (*TRAIN, TEST)}
         for member in archive:
             if member.size > MOST_BYTES:

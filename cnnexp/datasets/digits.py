@@ -4,17 +4,15 @@ The file is the test set of UCI's "Optical Recognition of Handwritten Digits" (C
 57 kB, where scikit-learn and what it needs would be a third of an installation.
 """
 
-from __future__ import annotations
-
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
 
 import numpy as np
 
-from cnnexp.datasets.base import SEEDS, Dataset, Source, Split, shown
+from cnnexp.datasets.base import SEED, Dataset, Source, Split, shown
 from cnnexp.errors import DataError
+from cnnexp.system.ranges import ranged
 
 SIDE = 28
 FILE = Path(__file__).with_name("digits.csv.gz")
@@ -26,16 +24,14 @@ BRIGHTEST = 16  # pixels are 0 .. 16
 class Digits(Source):
     """1,500 training and 297 test images, uint8 (N, 28, 28, 1), chosen by seed; needs no network."""
 
-    name: ClassVar[str] = "digits"
-    whole: ClassVar = {"seed": SEEDS}
-    seed: int = 0
+    name = "digits"
+    seed: int = ranged(0, SEED)
 
     def load(self) -> Dataset:
         table = _read()
         table = table[np.random.default_rng(self.seed).permutation(len(table))]
         whole = Split(enlarge(table[:, :64].reshape(-1, 8, 8)), table[:, 64])
-        classes = tuple("0123456789")
-        return self._dataset(whole[:TRAINING], whole[TRAINING:], classes, "UCI, handwritten digits")
+        return self._dataset(whole[:TRAINING], whole[TRAINING:], tuple("0123456789"), "UCI, handwritten digits")
 
 
 def _read() -> np.ndarray:

@@ -1,7 +1,5 @@
 """Download a file once into the user's cache, from the first mirror that has it whole."""
 
-from __future__ import annotations
-
 import logging
 import tempfile
 from collections.abc import Callable

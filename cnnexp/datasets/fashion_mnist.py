@@ -1,9 +1,6 @@
 """`fashion_mnist`: 70,000 pictures of clothes (Xiao, Rasul, Vollgraf 2017), 28x28, gray, in MNIST's form."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from typing import ClassVar
 
 from cnnexp.datasets.idx import FORM, IdxFile, IdxSet
 
@@ -23,14 +20,7 @@ class FashionMnist(IdxSet):
     decompressed files only the form and the counts can be checked.
     """
 
-    name: ClassVar[str] = "fashion_mnist"
-    mirrors: ClassVar[tuple[str, ...]] = (
-        "https://raw.githubusercontent.com/zalandoresearch/fashion-mnist/master/data/fashion/",
-    )
-    files: ClassVar[tuple[IdxFile, ...]] = tuple(
-        IdxFile(*form, gz_sha256=digest) for form, digest in zip(FORM, SHA256, strict=True)
-    )
-    classes: ClassVar[tuple[str, ...]] = (
-        *("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat"),
-        *("Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot"),
-    )
+    name = "fashion_mnist"
+    mirrors = ("https://raw.githubusercontent.com/zalandoresearch/fashion-mnist/master/data/fashion/",)
+    files = tuple(IdxFile(*form, gz_sha256=digest) for form, digest in zip(FORM, SHA256, strict=True))
+    classes = ("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot")

@@ -1,7 +1,5 @@
 """`fer2013`: 35,887 faces with seven expressions (Goodfellow et al. 2013), 48x48, gray; chavan's second data set."""
 
-from __future__ import annotations
-
 import csv
 import io
 import warnings
@@ -12,7 +10,7 @@ from typing import ClassVar
 import numpy as np
 
 from cnnexp.datasets.base import Dataset, Source, Split, shown
-from cnnexp.errors import DataError, reason_of
+from cnnexp.errors import DataError, refused
 from cnnexp.system.files import open_regular
 
 SIDE = 48
@@ -28,24 +26,22 @@ class Fer2013(Source):
     gives the file to its users only.
     """
 
-    name: ClassVar[str] = "fer2013"
+    name = "fer2013"
     rows: ClassVar[dict[str, int]] = {"Training": 28_709, "PublicTest": 3_589, "PrivateTest": 3_589}
     given: ClassVar = {"path": ("the file fer2013.csv from Kaggle's 2013 facial expression challenge", "fer2013.csv")}
-    classes: ClassVar[tuple[str, ...]] = ("angry", "disgust", "fear", "happy", "sad", "surprise", "neutral")
+    classes = ("angry", "disgust", "fear", "happy", "sad", "surprise", "neutral")
 
     path: str | None = None
     verify: bool = True
 
     def load(self) -> Dataset:
         where = f"dataset.path={shown(self.path)}"
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("error", DeprecationWarning)  # NumPy's way to say that text is not all numbers
+        with refused(DataError, where), warnings.catch_warnings():
+            warnings.simplefilter("error", DeprecationWarning)  # NumPy's way to say that text is not all numbers
+            try:
                 splits = _parse(self._path("path"))
-        except OSError as error:
-            raise DataError(f"{where}: {reason_of(error)}") from error
-        except (DataError, UnicodeDecodeError, csv.Error) as error:
-            raise DataError(f"{where}: {error}; is it the fer2013.csv that Kaggle published?") from error
+            except (DataError, UnicodeDecodeError, csv.Error) as error:
+                raise DataError(f"{where}: {error}; is it the fer2013.csv that Kaggle published?") from error
         for usage, expected in self.rows.items():
             found = len(splits[usage])
             if self.verify and found != expected:

@@ -4,8 +4,6 @@ Format (Y. LeCun's MNIST page): a magic number, 0x0000 then a byte for the eleme
 dimensions; each dimension as a big-endian uint32; then the elements in C order.
 """
 
-from __future__ import annotations
-
 import gzip
 import hashlib
 import math
@@ -14,7 +12,7 @@ import struct
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, ClassVar, cast
+from typing import IO, ClassVar, NamedTuple, cast
 
 import numpy as np
 
@@ -90,8 +88,7 @@ def _shape(header: bytes, ndim: int) -> tuple[int, ...]:
     return shape
 
 
-@dataclass(frozen=True)
-class IdxFile:
+class IdxFile(NamedTuple):
     """One published file."""
 
     name: str  # without `.gz`

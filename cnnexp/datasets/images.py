@@ -1,7 +1,5 @@
 """`images`: a folder of pictures, one folder per class, read with Pillow."""
 
-from __future__ import annotations
-
 import os
 import warnings
 from dataclasses import dataclass
@@ -10,10 +8,10 @@ from typing import BinaryIO, ClassVar
 
 import numpy as np
 
-from cnnexp.datasets.base import SEEDS, Dataset, Source, Split, need_images, shown
+from cnnexp.datasets.base import SEED, WHOLE, Dataset, Source, Split, need_images, shown
 from cnnexp.errors import DataError, reason_of, refused
 from cnnexp.system.files import open_regular
-from cnnexp.system.ranges import check_range
+from cnnexp.system.ranges import ranged
 
 SUFFIXES = frozenset((".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"))
 MODES_OF_8_BITS = frozenset(("1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr", "HSV", "LAB"))
@@ -30,19 +28,14 @@ class Images(Source):
     shuffled by seed, so a limit takes images of all classes. Transparency is dropped. Resizing is bilinear.
     """
 
-    name: ClassVar[str] = "images"
-    whole: ClassVar = {"height": (1, None), "width": (1, None), "seed": SEEDS}
+    name = "images"
     given: ClassVar = {"root": ("the folder that holds a folder of pictures per class", "photos")}
     root: str | None = None
-    height: int | None = None
-    width: int | None = None
+    height: int | None = ranged(None, WHOLE)
+    width: int | None = ranged(None, WHOLE)
     grayscale: bool = False
-    test_fraction: float = 0.2
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_range("dataset.test_fraction", self.test_fraction, "> 0 and < 1")
+    test_fraction: float = ranged(0.2, "> 0 and < 1")
+    seed: int = ranged(0, SEED)
 
     def load(self) -> Dataset:
         root = self._path("root")
@@ -68,8 +61,7 @@ class Images(Source):
     def _hold_out(self, files: list[Labeled]) -> tuple[list[Labeled], list[Labeled]]:
         """Split each class by seed, at least one picture on each side."""
         rng = np.random.default_rng((self.seed, 0))
-        train: list[Labeled] = []
-        test: list[Labeled] = []
+        train, test = list[Labeled](), list[Labeled]()
         for label in sorted({label for _, label in files}):
             members = [file for file in files if file[1] == label]
             if len(members) < 2:
@@ -82,8 +74,7 @@ class Images(Source):
 
     def _read_all(self, files: list[Labeled]) -> Split:
         images: list[np.ndarray] = []
-        labels: list[int] = []
-        for path, label in files:
+        for path, _ in files:
             image = self.read(path)
             if images and image.shape != images[0].shape:
                 size, first = (f"{one.shape[0]} x {one.shape[1]}" for one in (image, images[0]))
@@ -94,8 +85,7 @@ class Images(Source):
             if not images:
                 need_images(len(files), image.nbytes, "height")
             images.append(image)
-            labels.append(label)
-        return Split(np.stack(images), np.array(labels, np.int32))
+        return Split(np.stack(images), np.array([label for _, label in files], np.int32))
 
     def read(self, path: Path) -> np.ndarray:
         """Return a picture as uint8 (H, W, C), of the size and the channels that the fields ask for."""

@@ -1,9 +1,6 @@
 """`mnist`: 70,000 handwritten digits (LeCun, Cortes, Burges), 28x28, gray."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from typing import ClassVar
 
 from cnnexp.datasets.idx import FORM, IdxFile, IdxSet
 
@@ -22,12 +19,7 @@ class Mnist(IdxSet):
     Files are held against the sha256 of their decompressed content, which every gzip wrapper of them shares.
     """
 
-    name: ClassVar[str] = "mnist"
-    mirrors: ClassVar[tuple[str, ...]] = (
-        "https://ossci-datasets.s3.amazonaws.com/mnist/",
-        "https://storage.googleapis.com/cvdf-datasets/mnist/",
-    )
-    files: ClassVar[tuple[IdxFile, ...]] = tuple(
-        IdxFile(*form, sha256=digest) for form, digest in zip(FORM, SHA256, strict=True)
-    )
-    classes: ClassVar[tuple[str, ...]] = tuple("0123456789")
+    name = "mnist"
+    mirrors = ("https://ossci-datasets.s3.amazonaws.com/mnist/", "https://storage.googleapis.com/cvdf-datasets/mnist/")
+    files = tuple(IdxFile(*form, sha256=digest) for form, digest in zip(FORM, SHA256, strict=True))
+    classes = tuple("0123456789")

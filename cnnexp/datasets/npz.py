@@ -1,7 +1,5 @@
 """`npz`: your own arrays, from one NumPy `.npz` file; never unpickled."""
 
-from __future__ import annotations
-
 import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,6 +11,7 @@ from cnnexp.datasets.base import MAX_CLASSES, Dataset, Source, Split, shown
 from cnnexp.errors import MOST_SAID, CnnexpError, DataError, reason_of
 from cnnexp.system import memory
 from cnnexp.system.files import open_regular
+from cnnexp.system.ranges import ranged
 
 ARRAYS = ("train_images", "train_labels", "test_images", "test_labels")
 
@@ -24,11 +23,10 @@ class Npz(Source):
     Images are uint8 (value / 255) or floats, (N, H, W, C), (N, H, W) or (N, D); labels are integers (N,) from 0.
     """
 
-    name: ClassVar[str] = "npz"
-    whole: ClassVar = {"classes": (2, MAX_CLASSES)}
+    name = "npz"
     given: ClassVar = {"path": ("a file of arrays " + ", ".join(ARRAYS), "photos.npz")}
     path: str | None = None
-    classes: int | None = None
+    classes: int | None = ranged(None, f"a whole number 2 .. {MAX_CLASSES}")
 
     def load(self) -> Dataset:
         train_images, train_labels, test_images, test_labels = self._read()

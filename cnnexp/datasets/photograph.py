@@ -6,8 +6,6 @@ read from the images themselves, `describe`, and kept with the model; `prepare` 
 says when the outcome is still not like them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -195,8 +193,7 @@ def _resize(pixels: np.ndarray, width: int, height: int) -> np.ndarray:
 
 def _border(images: np.ndarray) -> np.ndarray:
     """Return the outermost pixels of images (N, H, W), as (N, pixels)."""
-    sides = (images[:, 0], images[:, -1], images[:, 1:-1, 0], images[:, 1:-1, -1])
-    return np.concatenate(sides, axis=1)
+    return np.concatenate((images[:, 0], images[:, -1], images[:, 1:-1, 0], images[:, 1:-1, -1]), axis=1)
 
 
 def _span(mask: np.ndarray, along: int) -> tuple[np.ndarray, np.ndarray]:

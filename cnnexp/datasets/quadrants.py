@@ -1,13 +1,11 @@
 """`quadrants`: points of the plane, told apart by the sign of x y (khandait, section III.A)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from typing import ClassVar
 
 import numpy as np
 
-from cnnexp.datasets.base import SEEDS, Dataset, Source, Split, need_images
+from cnnexp.datasets.base import SEED, WHOLE, Dataset, Source, Split, need_images
+from cnnexp.system.ranges import ranged
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -17,11 +15,10 @@ class Quadrants(Source):
     The paper does not say how many it drew.
     """
 
-    name: ClassVar[str] = "quadrants"
-    whole: ClassVar = {"seed": SEEDS}
-    train_size: int = 2000
-    test_size: int = 500
-    seed: int = 0
+    name = "quadrants"
+    train_size: int = ranged(2000, WHOLE)
+    test_size: int = ranged(500, WHOLE)
+    seed: int = ranged(0, SEED)
 
     def load(self) -> Dataset:
         larger = "train_size" if self.train_size >= self.test_size else "test_size"

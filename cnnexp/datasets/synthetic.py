@@ -1,14 +1,11 @@
 """`synthetic`: images of any size, one random pattern per class under noise, for timings and for tests."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from typing import ClassVar
 
 import numpy as np
 
-from cnnexp.datasets.base import MAX_CLASSES, SEEDS, Dataset, Source, Split, need_images
-from cnnexp.system.ranges import check_range
+from cnnexp.datasets.base import MAX_CLASSES, SEED, WHOLE, Dataset, Source, Split, need_images
+from cnnexp.system.ranges import ranged
 
 SIZES = ("height", "width", "channels", "train_size", "test_size", "classes")
 BLOCK = 4  # pixels; patterns are of square blocks, so that small kernels and pooling can see them
@@ -21,20 +18,15 @@ class Synthetic(Source):
     Labels go round, so every class has as many images as the next, or one more.
     """
 
-    name: ClassVar[str] = "synthetic"
-    whole: ClassVar = {**dict.fromkeys(SIZES, (1, None)), "classes": (2, MAX_CLASSES), "seed": SEEDS}
-    height: int = 28
-    width: int = 28
-    channels: int = 1
-    classes: int = 10
-    train_size: int = 2000
-    test_size: int = 500
-    noise: float = 0.5
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_range("dataset.noise", self.noise, ">= 0")
+    name = "synthetic"
+    height: int = ranged(28, WHOLE)
+    width: int = ranged(28, WHOLE)
+    channels: int = ranged(1, WHOLE)
+    classes: int = ranged(10, f"a whole number 2 .. {MAX_CLASSES}")
+    train_size: int = ranged(2000, WHOLE)
+    test_size: int = ranged(500, WHOLE)
+    noise: float = ranged(0.5, ">= 0")
+    seed: int = ranged(0, SEED)
 
     def load(self) -> Dataset:
         count = self.train_size + self.test_size + (self.validation_size or 0) + self.classes

@@ -5,14 +5,12 @@ numbers and NumPy arrays, is compiled by Numba for CPU and GPU, and is traced in
 it are float32: one float64 literal would make a GPU compute in double.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 import types
 from collections.abc import Callable
-from dataclasses import dataclass, fields
-from typing import Any, ClassVar, cast
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple, cast
 
 import numpy as np
 
@@ -27,8 +25,7 @@ Derivative = Callable[[Scalar, Scalar], Scalar]
 ZERO, HALF, ONE = f32(0), f32(0.5), f32(1)
 
 
-@dataclass(frozen=True)
-class Maths:
+class Maths(NamedTuple):
     """What a rule may call, in the form that a target compiles or runs."""
 
     exp: Callable
@@ -81,8 +78,7 @@ class LeakyReLU(Elementwise):
     slope: float = 0.01
 
     def __post_init__(self) -> None:
-        legal = isinstance(self.slope, int | float) and not isinstance(self.slope, bool) and in_float32(self.slope)
-        if not legal:
+        if not isinstance(self.slope, int | float) or isinstance(self.slope, bool) or not in_float32(self.slope):
             raise NetworkError(f"LeakyReLU: slope={self.slope!r}; must be {FLOAT32}")
 
     def rule(self, maths: Maths) -> Rule:
@@ -143,7 +139,7 @@ KINDS = (ReLU, LeakyReLU, Sigmoid, Tanh, GELU)
 
 def fingerprint(layer: Elementwise) -> str:
     """Return what changes with a layer's rules and numbers, for caches that look at files or names alone."""
-    unbound = Maths(*[cast(Callable, None)] * len(fields(Maths)))
+    unbound = Maths(*[cast(Callable, None)] * len(Maths._fields))
     facts = type(layer).__module__, layer, code_of(layer.rule(unbound)), code_of(layer.derivative(unbound))
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
 

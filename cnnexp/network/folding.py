@@ -4,10 +4,9 @@ With running averages, y = (x - mean) / sqrt(variance + epsilon) * weight + bias
 (Jacob et al. 2018, section 3.2); a BatchNorm2d anywhere else keeps its place and has just these two as parameters.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Self
 
 import numpy as np
 
@@ -26,10 +25,10 @@ class Folded:
     network: Network
     sources: list[tuple[Stage, list[NormStage]]] = field(compare=False)
 
-    @staticmethod
-    def of(network: Network) -> Folded:
+    @classmethod
+    def of(cls, network: Network) -> Self:
         sources: list[tuple[Stage, list[NormStage]]] = []
-        return Folded(Network(network.input_shape, _fold(network.stages, sources)), sources)
+        return cls(Network(network.input_shape, _fold(network.stages, sources)), sources)
 
     def parameters(self, state: Mapping[str, np.ndarray]) -> np.ndarray:
         """Return the flat float32 parameters, given `parameters` and `running` of a state of the whole network.

@@ -13,13 +13,12 @@ from typing import Any, ClassVar, Literal, assert_never, get_args
 import numpy as np
 
 from cnnexp.errors import NetworkError
-from cnnexp.network.elementwise import Sigmoid
+from cnnexp.network.elementwise import HALF, ONE, ZERO, Sigmoid
 from cnnexp.network.shapes import Network
 
 # As torch.nn.BCELoss: log is clamped at -100 and the gradient's denominator at 1e-12: a saturated sigmoid stays finite.
 LOG_FLOOR = np.float32(-100.0)
 VARIANCE_FLOOR = np.float32(1e-12)
-ZERO, HALF, ONE = np.float32(0), np.float32(0.5), np.float32(1)
 
 LossName = Literal["softmax_cross_entropy", "binary_cross_entropy", "mean_squared_error"]
 NAMES: tuple[LossName, ...] = get_args(LossName)

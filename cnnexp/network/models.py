@@ -4,8 +4,6 @@ Each is a frozen dataclass whose fields are the keys of its file in `conf/model/
 to a data set.
 """
 
-from __future__ import annotations
-
 import logging
 from dataclasses import dataclass, fields
 from typing import Literal
@@ -20,7 +18,7 @@ from cnnexp.network.layers import Layer, Shape
 from cnnexp.network.losses import Loss, LossName
 from cnnexp.network.reader import Found, read
 from cnnexp.network.shapes import Network
-from cnnexp.system.ranges import check_range
+from cnnexp.system.ranges import check_fields, check_range, ranged
 from cnnexp.system.registry import Registry
 
 log = logging.getLogger(__name__)
@@ -44,6 +42,7 @@ class Model:
                 least = 0 if field.name == "padding" else min(1, default) if isinstance(default, int) else 1
                 if isinstance(number, int) and not isinstance(number, bool) and number < least:
                     raise ConfigError(f"model.{field.name}={number}: must be a whole number >= {least}")
+        check_fields(self, "model")
         check_range("model.label_smoothing", getattr(self, "label_smoothing", 0.0), ">= 0 and < 1")
         try:
             _ = self.loss
@@ -180,12 +179,8 @@ class ResNet(Model):
     blocks: int = 1
     width: int = 16
     downsample: Literal["shortcut", "convolution"] = "shortcut"
-    dropout: float = 0.0
+    dropout: float = ranged(0.0, ">= 0 and < 1")
     label_smoothing: float = 0.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_range("model.dropout", self.dropout, ">= 0 and < 1")
 
     def network(self, input_shape: Shape, classes: int) -> Network:
         layers: list[Layer] = [*_normalized(self.width), ReLU()]

@@ -5,8 +5,6 @@ in the image. So every backend, and any number of threads or workers, makes the 
 numbers below 2**32 in 64 bits, the same source for Python, NumPy, PyTorch, Numba and CUDA.
 """
 
-from __future__ import annotations
-
 import zlib
 from typing import Any
 
@@ -42,5 +40,4 @@ def keeps(key: int, rate: float, images: np.ndarray, size: int) -> np.ndarray:
 
 def draws(key: int, images: np.ndarray, size: int) -> np.ndarray:
     """Return `size` numbers for each of the images at these places in the data set: 32 bits each, int64 (N, size)."""
-    rows = mix(key ^ images.astype(np.int64))
-    return mix(rows[:, None] ^ mix(np.arange(size, dtype=np.int64)))
+    return mix(mix(key ^ images.astype(np.int64))[:, None] ^ mix(np.arange(size, dtype=np.int64)))

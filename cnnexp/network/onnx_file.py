@@ -1,7 +1,5 @@
 """ONNX files: their graph as `reader` takes it, through the package `onnx`. A file may come from anywhere."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

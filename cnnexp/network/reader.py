@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -33,8 +33,7 @@ NO_PADS, NO_SKIP = (0, 0, 0, 0), (1, 1, 0)
 Weights = tuple[np.ndarray, ...]
 
 
-@dataclass(frozen=True)
-class Node:
+class Node(NamedTuple):
     """An operation: ONNX's operator, what it takes and gives by name, and its attributes as plain values."""
 
     operator: str
@@ -57,8 +56,7 @@ class Graph:
     folds: bool = True  # arithmetic into weights; not into those that are written back where they came from
 
 
-@dataclass(frozen=True)
-class Found:
+class Found(NamedTuple):
     """The layers of a graph, and their weights in the order of `Network.parameters` and `Network.running`."""
 
     layers: tuple[Layer, ...]

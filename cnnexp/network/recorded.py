@@ -1,20 +1,19 @@
 """A value that records the arithmetic done to it: a rule on scalars, run once on such values, is written down by it."""
 
-from __future__ import annotations
-
 from typing import Any, NoReturn, Self
 
 import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
 
 from cnnexp.errors import NetworkError
+from cnnexp.network.elementwise import Maths
 
 OPERATIONS = {
     **{"add": "add", "subtract": "sub", "multiply": "mul", "divide": "div", "negative": "neg"},
     **{"less": "<", "less_equal": "<=", "greater": ">", "greater_equal": ">="},
 }
 """By the names of NumPy's functions, which the operators come to."""
-GIVEN = ("exp", "tanh", "erf", "maximum", "where")  # the fields of `elementwise.Maths`
+GIVEN = Maths._fields
 
 
 class Recorded(NDArrayOperatorsMixin):

@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any, assert_never, cast
+from typing import Any, Generic, TypeVar, assert_never, cast
 
 import numpy as np
 
@@ -22,6 +22,7 @@ from cnnexp.system.ranges import FLOAT32, in_float32
 
 PADDINGS = ("valid", "same", "full", "auto", "floor")
 POOL_PADDINGS = ("valid", "auto", "floor")
+L = TypeVar("L", bound=Layer)
 
 
 @dataclass(frozen=True)
@@ -67,10 +68,10 @@ class Window:
 
 
 @dataclass(frozen=True)
-class Placed:
+class Placed(Generic[L]):
     """A layer in its place: what comes in, what goes out, what it holds."""
 
-    layer: Layer
+    layer: L
     name: str  # kind and ordinal, e.g. `conv1`, `relu2`, and `residual1.conv1` of a layer inside another
     input_shape: Shape  # without the number of images
     output_shape: Shape
@@ -99,10 +100,9 @@ class Placed:
 
 
 @dataclass(frozen=True, repr=False)
-class ConvStage(Placed):
+class ConvStage(Placed[net.Conv2d]):
     """A Conv2d in its place, with how its kernel slides over the image."""
 
-    layer: net.Conv2d
     window: Window = field(kw_only=True)
     weight: Parameter = field(kw_only=True)
 
@@ -117,18 +117,16 @@ class ConvStage(Placed):
 
 
 @dataclass(frozen=True, repr=False)
-class PoolStage(Placed):
+class PoolStage(Placed[Pool]):
     """A pooling layer in its place, with its windows; a GlobalAvgPool's one holds the image."""
 
-    layer: Pool
     window: Window = field(kw_only=True)
 
 
 @dataclass(frozen=True, repr=False)
-class LinearStage(Placed):
+class LinearStage(Placed[net.Linear]):
     """A Linear in its place."""
 
-    layer: net.Linear
     weight: Parameter = field(kw_only=True)
 
     @property
@@ -137,48 +135,34 @@ class LinearStage(Placed):
 
 
 @dataclass(frozen=True, repr=False)
-class NormStage(Placed):
+class NormStage(Placed[net.BatchNorm2d]):
     """A BatchNorm2d in its place."""
 
-    layer: net.BatchNorm2d
     weight: Parameter = field(kw_only=True)
     bias: Parameter = field(kw_only=True)
 
 
-@dataclass(frozen=True, repr=False)
-class ElementwiseStage(Placed):
+class ElementwiseStage(Placed[Elementwise]):
     """An elementwise layer in its place."""
 
-    layer: Elementwise
 
-
-@dataclass(frozen=True, repr=False)
-class DropoutStage(Placed):
+class DropoutStage(Placed[net.Dropout]):
     """A Dropout in its place."""
 
-    layer: net.Dropout
 
-
-@dataclass(frozen=True, repr=False)
-class FlattenStage(Placed):
+class FlattenStage(Placed[net.Flatten]):
     """A Flatten in its place."""
 
-    layer: net.Flatten
-
 
 @dataclass(frozen=True, repr=False)
-class ResidualStage(Placed):
+class ResidualStage(Placed[net.Residual]):
     """A Residual in its place, with the windows of one pixel that its shortcut takes, None where it takes all."""
 
-    layer: net.Residual
     window: Window | None = None
 
 
-@dataclass(frozen=True, repr=False)
-class StructuralStage(Placed):
+class StructuralStage(Placed[net.Structural]):
     """A plugin's structural layer in its place."""
-
-    layer: net.Structural
 
 
 _Plain = ElementwiseStage | DropoutStage | FlattenStage | StructuralStage
@@ -240,8 +224,7 @@ class Network:
             counts = sum(p.size for p in stage.parameters), stage.macs
             size, macs = (f"{count:,}" if count else "" for count in counts)
             rows.append((stage.name, _by(stage.output_shape), size, macs))
-        total = sum(stage.macs for stage in self.stages)
-        rows.append(("all", "", f"{self.parameter_count:,}", f"{total:,}"))
+        rows.append(("all", "", f"{self.parameter_count:,}", f"{sum(stage.macs for stage in self.stages):,}"))
         return "\n".join(f"{name:<16}{shape:<16}{size:>12}{macs:>16}".rstrip() for name, shape, size, macs in rows)
 
     def __repr__(self) -> str:
@@ -267,10 +250,7 @@ class Network:
 
     def initial_running(self) -> np.ndarray:
         """Return the flat float32 running averages of a run that begins: means 0, variances 1."""
-        flat = np.empty(self.running_count, np.float32)
-        for average in self.running:
-            average.view(flat)[...] = average.start
-        return flat
+        return np.concatenate([np.full(average.size, average.start, np.float32) for average in self.running])
 
     def initial_parameters(self, seed: int) -> np.ndarray:
         """Draw the flat float32 parameters, U(-1/sqrt(fan_in), 1/sqrt(fan_in)): PyTorch's rule for these layers.

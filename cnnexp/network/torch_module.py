@@ -1,7 +1,5 @@
 """A module of PyTorch's as a model, weights included, and its trained weights back into the module."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace

@@ -7,11 +7,6 @@ GPU_NOTE = (
     "chavan's GPU is a GTX 520 with 48 cores, the CPU an AMD with 4 cores; the published figures have no numbers "
     "printed."
 )
-ALEXNET_NOTE = (
-    "The shapes of the paper's five layers are not published: the five convolutions of AlexNet (227x227x3 images) "
-    "stand in for them, so only the ratios between columns compare. Times are per image, forward and backward; the "
-    "first layer of a network computes no gradient of its input."
-)
 KNM = ((3, 20, 100), (3, 50, 100), (5, 20, 100), (5, 50, 100))
 SIDES = (16, 28, 48, 64, 96, 128)
 
@@ -105,7 +100,9 @@ EXPERIMENTS = {
             Column("ours: cpu-parallel", on("cpu-parallel")),
         ),
         notes=(
-            ALEXNET_NOTE,
+            "The shapes of the paper's five layers are not published: the five convolutions of AlexNet (227x227x3 "
+            "images) stand in for them, so only the ratios between columns compare. Times are per image, forward and "
+            "backward; the first layer of a network computes no gradient of its input.",
             "The paper's layers add up to 28.95 (naive) and 23.13 (advanced) ms, not quite to the totals it prints.",
             "The paper's own table II calls this 826, 630, 529 and 701 times as fast as serial; table I gives 494, "
             "477, 387 and 630.",

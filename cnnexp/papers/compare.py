@@ -1,14 +1,11 @@
 """Our numbers beside the published ones: the cells of an experiment, made by the jobs in a sweep's folder."""
 
-from __future__ import annotations
-
 import csv
 import json
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -24,8 +21,7 @@ from cnnexp.tracking.metrics import leaves
 FACTS = "sweep.json"  # of a sweep's folder: what was run, where
 
 
-@dataclass(frozen=True)
-class Cell:
+class Cell(NamedTuple):
     """One number made again."""
 
     published: float | None  # as printed, or None
@@ -38,11 +34,9 @@ class Cell:
         return None if self.published in (None, 0) or self.ours is None else self.ours / self.published
 
 
-@dataclass(frozen=True)
-class Result:
+class Result(NamedTuple):
     """An experiment with its jobs, the cells they make, by line and column, and rows of `cost_model.extrapolate`."""
 
-    key: str
     experiment: Experiment
     jobs: Sequence[Job]
     cells: Sequence[Sequence[Cell]]
@@ -59,7 +53,6 @@ def note_facts(folder: Path, paper: str | None, overrides: Sequence[str]) -> Non
         **environment.versions(),
         **environment.git_facts(),
     }
-    folder.mkdir(parents=True, exist_ok=True)
     (folder / FACTS).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
 
 
@@ -80,7 +73,7 @@ def compare(folder: Path, key: str) -> Result:
         [_cell(experiment, line, column, i, jobs) for i, column in enumerate(experiment.columns)]
         for line in experiment.lines
     ]
-    return Result(key, experiment, jobs, cells, read_facts(folder), _scaling(jobs) if experiment.scaling else ())
+    return Result(experiment, jobs, cells, read_facts(folder), _scaling(jobs) if experiment.scaling else ())
 
 
 def _scaling(jobs: Sequence[Job]) -> list[dict[str, Any]]:
@@ -101,13 +94,9 @@ def _job(folder: Path) -> Job:
     computed = {"backend.name": journal["fallback"]} if journal["fallback"] else {}
     return Job(
         config=leaves(journal["config"]) | computed,
-        status=journal["status"],
-        error=journal["error"],
-        metrics=journal["metrics"],
-        epochs=journal["epochs"],
+        **{key: journal[key] for key in ("status", "error", "metrics", "epochs")},
         images=begun.get("dataset", {}).get("profile", {}).get("train", 0),
         folder=str(folder),
-        device=tags.get("device", ""),
         threads=int(tags.get("threads", 0)),
     )
 

@@ -4,8 +4,6 @@ Each cell is made by the jobs of a sweep whose config holds what its line and it
 such a job. The published numbers stand as printed; None stands where the paper has no number.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal

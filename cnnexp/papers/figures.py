@@ -1,7 +1,5 @@
 """Drawings of the papers' tables and figures, made again, in the style of `tracking/figures`."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -177,8 +175,7 @@ def _epochs(result: Result) -> Figure:
     axes.set_ylim(bottom=0)
     finished = [job for job in result.jobs if job.status == "FINISHED"]
     if experiment.recall and finished:
-        best = max(finished, key=lambda job: job.metrics["final/test_accuracy"])
-        values = recalls(best)
+        values = recalls(max(finished, key=lambda job: job.metrics["final/test_accuracy"]))
         bars = panels[1].bar(range(len(values)), values, color=BLUE)
         panels[1].bar_label(bars, [f"{value:.3f}" for value in values], fontsize="x-small")
         panels[1].set_xticks(range(len(values)))

@@ -32,14 +32,8 @@ EXPERIMENTS = {
         lines=(
             *(
                 Line(f"{kind} {what} (%)", on("cpu"), (share,), metric(f"profile/share/{kind}/{what}", 100))
-                for kind, what, share in (
-                    ("linear", "backward", 48.67),
-                    ("linear", "forward", 33.26),
-                    ("relu", "backward", 7.09),
-                    ("relu", "forward", 7.06),
-                    ("sigmoid", "backward", 1.03),
-                    ("sigmoid", "forward", 0.6),
-                )
+                for kind, shares in (("linear", (48.67, 33.26)), ("relu", (7.09, 7.06)), ("sigmoid", (1.03, 0.6)))
+                for what, share in zip(("backward", "forward"), shares, strict=True)
             ),
             Line("sum, the parallel share p (%)", on("cpu"), (98.01,), metric("profile/parallel_share", 100)),
             Line("Amdahl's limit with s = 768", on("cpu"), (45.45,), limit(768)),

@@ -1,17 +1,13 @@
 """Measures: the number that a job of a sweep gives to a paper's table."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from cnnexp.measuring.amdahl import amdahl_limit
 
 
-@dataclass(frozen=True)
-class Job:
+class Job(NamedTuple):
     """One run of a sweep, as its journal has it."""
 
     config: Mapping[str, Any]  # its leaves by dotted key
@@ -21,7 +17,6 @@ class Job:
     epochs: Sequence[Mapping[str, float]]  # metrics of each
     images: int = 0  # of its whole training split
     folder: str = ""
-    device: str = ""
     threads: int = 0
 
 

@@ -1,5 +1,1 @@
-"""What everything above stands on.
-
-Classes by name, with the plugins that add some; and the machine as all may use it: files that anybody may have made,
-memory that may not be there.
-"""
+"""What everything stands on: classes by name and plugins; files that anybody may have made, memory that may not be."""

@@ -3,8 +3,6 @@
 The process is started anew, never forked: locks that other threads of this one hold would stay locked in a fork.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import os

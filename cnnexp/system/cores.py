@@ -1,7 +1,5 @@
 """The CPU, which of its cores this process may use, and on which of them the threads of a pool begin their work."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import functools
@@ -20,9 +18,8 @@ def usable_cores() -> int:
 @functools.cache
 def cpu_name() -> str:
     """Return the CPU's model name, or its architecture where the system does not say."""
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        for line in info.read_text().splitlines():
+    with contextlib.suppress(FileNotFoundError):  # Linux alone has it
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
                 return line.split(":", 1)[1].strip()
     return platform.processor() or platform.machine()
@@ -55,14 +52,12 @@ class Cores:
         core = current_core()
         if core is None:
             return
-        if rank:
-            taken = {self._taken[other] for other in range(rank) if other in self._taken}
-            usable = os.sched_getaffinity(0)
-            if core in taken and usable - taken:
-                with contextlib.suppress(OSError):  # a sandbox forbids it
-                    os.sched_setaffinity(0, usable - taken)
-                    os.sched_setaffinity(0, usable)
-                core = current_core() or 0
+        taken = {self._taken[other] for other in range(rank) if other in self._taken}
+        if core in taken and (usable := os.sched_getaffinity(0)) - taken:
+            with contextlib.suppress(OSError):  # a sandbox forbids it
+                os.sched_setaffinity(0, usable - taken)
+                os.sched_setaffinity(0, usable)
+            core = current_core() or 0
         self._taken[rank] = core
 
 

@@ -1,7 +1,5 @@
 """Reading files that anybody may have made: regular ones alone, and never more of them than is asked for."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import io
@@ -19,10 +17,8 @@ LEFT_S = 86_400.0  # what is younger may still be in the making
 def open_regular(path: Path, most_bytes: int | None = None) -> BinaryIO:
     """Open a file to read; what is no file or too large is refused before anything is read.
 
-    A pipe or a device would keep the reader waiting, or go on for ever.
-
-    Raises:
-        OSError: it cannot be opened, is not a regular file, or has more than `most_bytes`.
+    A pipe or a device would keep the reader waiting, or go on for ever. OSError is raised where it cannot be opened, is
+    not a regular file, or has more than `most_bytes`.
     """
     raw = io.FileIO(path, opener=lambda name, flags: os.open(name, flags | getattr(os, "O_NONBLOCK", 0)))
     file, found = io.BufferedReader(raw), os.fstat(raw.fileno())  # a folder has been refused

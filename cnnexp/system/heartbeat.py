@@ -4,8 +4,6 @@ Silence is counted in looks, not by a clock: where a whole run is stopped and go
 meanwhile, so nobody was silent. It imports nothing of the package: a process that only watches starts at once.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 

@@ -1,12 +1,10 @@
 """Memory is counted before it is taken: what is needed, part by part, against what this process can still have."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from cnnexp.errors import OutOfMemory
 
@@ -19,8 +17,7 @@ UNITS = ("bytes", "kB", "MB", "GB", "TB", "PB", "EB")
 CGROUPS = Path("/sys/fs/cgroup")
 
 
-@dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     """Something that takes memory."""
 
     what: str  # for a message, e.g. `the activations of a batch`

@@ -1,10 +1,10 @@
 """Ranges of numbers, in the words of the files of conf/: `>= 1`, `> 0 and <= 1`, `1 .. 1000000, or null`."""
 
-from __future__ import annotations
-
 import math
 import operator
 import re
+from dataclasses import field, fields
+from typing import Any
 
 from cnnexp.errors import ConfigError
 
@@ -31,8 +31,22 @@ def check_range(key: str, value: float | None, legal: str) -> None:
     """Raise ConfigError unless a number is as `legal` says, which the message repeats; None where it names null."""
     if value is None and "null" in legal:
         return
-    number = isinstance(value, int | float) and not isinstance(value, bool)
+    whole = "whole" in legal
+    number = isinstance(value, int if whole else int | float) and not isinstance(value, bool)
     if not number or not is_within(value, legal):  # type: ignore[arg-type]
-        raise ConfigError(f"{key}={'null' if value is None else repr(value)}: must be {legal}")
+        raise ConfigError(f"{key}={'null' if value is None and not whole else repr(value)}: must be {legal}")
     if isinstance(value, float) and not in_float32(value):
         raise ConfigError(f"{key}={value!r}: must be {FLOAT32}")
+
+
+def ranged(default: Any, legal: str, key: str = "") -> Any:
+    """Return a dataclass's field whose number must be as `legal` says; `key` is config's name for it, if another."""
+    return field(default=default, metadata={"legal": legal, "key": key})
+
+
+def check_fields(made: Any, group: str) -> None:
+    """Raise ConfigError unless all numbers of an object are in their ranges; one whose default is None may be None."""
+    for one in fields(made):
+        value = getattr(made, one.name)
+        if "legal" in one.metadata and not (value is None and one.default is None):
+            check_range(f"{group}.{one.metadata['key'] or one.name}", value, one.metadata["legal"])

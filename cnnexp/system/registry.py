@@ -6,8 +6,6 @@ offers it as an entry point of the group `cnnexp_plugins`. No config file names 
 and a plugin is code.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import importlib
 import os
@@ -56,11 +54,7 @@ class Registry(Mapping[str, type[T]], Generic[T]):
         return len(self._ours) + len(_added[self._group])
 
     def find(self, name: object, key: str) -> type[T]:
-        """Return the class of a name, from an installed plugin if need be; `key` is where it was given.
-
-        Raises:
-            ConfigError: there is none.
-        """
+        """Return the class of a name, from an installed plugin if need be; else ConfigError says so of the `key`."""
         if name not in self:
             load_installed()
         if name not in self:

@@ -1,7 +1,5 @@
 """Signals that wait: what must not be cut in two ends before Ctrl-C, SIGTERM or SIGHUP does its work."""
 
-from __future__ import annotations
-
 import contextlib
 import signal
 import threading

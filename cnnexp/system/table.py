@@ -7,24 +7,21 @@ import html
 import math
 import textwrap
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     import rich.table
 
 
-@dataclass(frozen=True)
-class Group:
+class Group(NamedTuple):
     """Columns side by side under one title, each with its heading; one column alone may have none."""
 
     title: str
     headings: tuple[str, ...] = ("",)
 
 
-@dataclass(frozen=True)
-class Table:
+class Table(NamedTuple):
     """Groups of columns after columns of labels, and rows: the labels and a text for each column."""
 
     groups: Sequence[Group]  # of columns of numbers, aligned to the right

@@ -5,11 +5,9 @@ What is drawn follows from the seed, the epoch, the transformation and the image
 image once: no image is resampled twice. They apply in the order of `AUGMENTATIONS`, whatever the order in the config.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -20,7 +18,7 @@ from cnnexp.backends.protocol import Program
 from cnnexp.datasets import Split
 from cnnexp.errors import ConfigError
 from cnnexp.network.noise import draws, layer_key, mix
-from cnnexp.system.ranges import check_range
+from cnnexp.system.ranges import check_fields, ranged
 
 AHEAD_IMAGES = 512  # images made at a time, in whole batches, while the program trains on as many: some milliseconds
 
@@ -31,12 +29,10 @@ class Augmentation:
 
     name: ClassVar[str]
     numbers: ClassVar[int] = 0  # that an image draws
-    ranges: ClassVar[Mapping[str, str]]  # of the keys, in the words of `system.ranges`
     pixels_key: ClassVar[str] = ""  # the key that must be less than the image's shorter side
 
     def __post_init__(self) -> None:
-        for key, legal in self.ranges.items():
-            check_range(f"augment.{self.name}.{key}", getattr(self, key), legal)
+        check_fields(self, f"augment.{self.name}")
 
     def matrix(self, u: np.ndarray, side: tuple[int, int]) -> np.ndarray | None:
         """Return which place before it is seen at a place (row, column, 1) after it, (N,3,3); None: at the same.
@@ -62,8 +58,7 @@ class Shift(Augmentation):
     """Move an image by whole pixels; what comes in is 0."""
 
     name, numbers, pixels_key = "shift", 2, "pixels"
-    ranges: ClassVar[Mapping[str, str]] = {"pixels": ">= 1"}
-    pixels: int = 2
+    pixels: int = ranged(2, ">= 1")
 
     def matrix(self, u: np.ndarray, side: tuple[int, int]) -> np.ndarray:
         return _moved(u, self.pixels)
@@ -74,9 +69,8 @@ class CropFlip(Augmentation):
     """Put zeros around an image, cut a piece of its own size out of that, mirror some (He et al. 2016, CIFAR-10)."""
 
     name, numbers, pixels_key = "crop_flip", 3, "padding"
-    ranges: ClassVar[Mapping[str, str]] = {"padding": ">= 0", "flip": ">= 0, <= 1"}
-    padding: int = 4
-    flip: float = 0.5
+    padding: int = ranged(4, ">= 0")
+    flip: float = ranged(0.5, ">= 0, <= 1")
 
     def matrix(self, u: np.ndarray, side: tuple[int, int]) -> np.ndarray:
         maps, mirrored = _moved(u[:, :2], self.padding), u[:, 2] < self.flip
@@ -89,13 +83,10 @@ class Affine(Augmentation):
     """Shear, turn and scale an image about its center, then move it; what comes in is 0."""
 
     name, numbers, pixels_key = "affine", 5, "translation"
-    ranges: ClassVar[Mapping[str, str]] = {
-        **{"rotation": ">= 0, <= 180", "translation": ">= 0", "scale": ">= 0, < 1", "shear": ">= 0, <= 80"}
-    }
-    rotation: float = 10.0
-    translation: float = 2.0
-    scale: float = 0.1
-    shear: float = 5.0
+    rotation: float = ranged(10.0, ">= 0, <= 180")
+    translation: float = ranged(2.0, ">= 0")
+    scale: float = ranged(0.1, ">= 0, < 1")
+    shear: float = ranged(5.0, ">= 0, <= 80")
 
     def matrix(self, u: np.ndarray, side: tuple[int, int]) -> np.ndarray:
         s, maps, center = 2 * u - 1, np.tile(np.eye(3), (len(u), 1, 1)), (np.array(side) - 1) / 2
@@ -113,9 +104,8 @@ class Elastic(Augmentation):
     """Displace every pixel by noise from -1 to 1, blurred by a Gaussian, times alpha (Simard et al. 2003)."""
 
     name = "elastic"
-    ranges: ClassVar[Mapping[str, str]] = {"alpha": "> 0", "sigma": "> 0, <= 20"}
-    alpha: float = 34.0
-    sigma: float = 4.0
+    alpha: float = ranged(34.0, "> 0")
+    sigma: float = ranged(4.0, "> 0, <= 20")
 
     def taps(self) -> np.ndarray:
         """Return the Gaussian's weights from its middle, that halved, to one end, float32; both halves add up to 1."""
@@ -129,8 +119,7 @@ class Cutout(Augmentation):
     """Cover a square of an image with zeros, its center any pixel (DeVries and Taylor 2017)."""
 
     name, numbers, pixels_key = "cutout", 2, "size"
-    ranges: ClassVar[Mapping[str, str]] = {"size": ">= 1"}
-    size: int = 8
+    size: int = ranged(8, ">= 1")
 
     def box(self, u: np.ndarray, side: tuple[int, int]) -> np.ndarray:
         first = np.floor(u * side).astype(np.int64) - self.size // 2

@@ -4,8 +4,6 @@ Two sessions on two days do not compare; a machine's speed drifts within one. So
 between the run's own, in the same process, on a copy of the parameters, and every epoch gets a ratio of its own.
 """
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Callable

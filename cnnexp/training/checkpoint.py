@@ -12,8 +12,6 @@ The order of an epoch follows from the seed and the epoch's number alone (`loop.
 whole random state.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import io
@@ -70,22 +68,17 @@ class CheckpointWriter:
     The last ones of an epoch stay, and the best: those with the highest held-out accuracy, the earlier of equals; and
     the newest within an epoch, until that is done. What a process that was killed has left half-written goes.
 
-    `training` is as in `Checkpoint`; the `earlier` epochs are done. So many of the `last`, >= 1, and the `best` stay.
+    `training` is as in `Checkpoint`; the `done` epochs are behind it. So many of the `last`, >= 1, and the `best` stay.
     CheckpointError is raised where the folder cannot be written.
     """
 
     def __init__(
-        self,
-        folder: Path,
-        training: Mapping[str, Any],
-        earlier: Sequence[EpochResult] = (),
-        last: int = 2,
-        best: int = 1,
+        self, folder: Path, training: Mapping[str, Any], done: Sequence[EpochResult] = (), last: int = 2, best: int = 1
     ) -> None:
         self._folder, self._training, self._last, self._most_best = folder, training, last, best
         self._digest, self.epochs = hashlib.sha256(), 0  # of the epochs that are done, and how many
         self._best: list[tuple[float, int]] = []  # (-accuracy, epoch), the best first
-        for result in earlier:
+        for result in done:
             self._count(result)
         with refused(CheckpointError, f"checkpoint {self._folder}: cannot be written"):
             self._folder.mkdir(parents=True, exist_ok=True)
@@ -119,7 +112,6 @@ class CheckpointWriter:
                 old.unlink()
 
     def _count(self, result: EpochResult) -> None:
-        """Take an epoch into the history."""
         self._digest.update(_line(result))
         self.epochs += 1
         self._best = sorted([*self._best, (-result.held_out.accuracy, result.epoch)])[: self._most_best]
@@ -323,8 +315,7 @@ def _decode(content: bytes) -> Checkpoint:
     epoch, training, about = meta["epoch"], meta["training"], meta["about"]
     if type(epoch) is not int or epoch < 0 or not isinstance(training, dict) or not isinstance(about, dict):
         raise ValueError("its record has a field of another type")
-    begun = _begun(meta.get("begun"), epoch)
-    return Checkpoint(epoch, training, state, meta["history_sha256"], (), about, begun)
+    return Checkpoint(epoch, training, state, meta["history_sha256"], (), about, _begun(meta.get("begun"), epoch))
 
 
 def _begun(plain: Any, epoch: int) -> Progress | None:

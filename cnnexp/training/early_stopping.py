@@ -1,7 +1,5 @@
 """Early stopping: an observer that ends training where going on is not worth it."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 
@@ -30,7 +28,6 @@ class EarlyStopping(Observer):
             self.finished(result)
 
     def finished(self, result: EpochResult) -> bool:
-        """Count an epoch; return whether training is to end."""
         loss, accuracy = result.held_out.mean_loss, result.held_out.accuracy
         self._worse = 0 if loss < self._least else self._worse + 1
         self._least = min(self._least, loss)

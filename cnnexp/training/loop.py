@@ -146,12 +146,12 @@ def train_epochs(
     plan = epochs if isinstance(epochs, TrainingPlan) else TrainingPlan(epochs)
     augmenter = Augmenter(plan.augment, dataset.train.images, plan.seed) if plan.augment else None
     feed = Feed(program, dataset.train, augmenter)
-    setting = _Setting(program, feed, plan, tuple(observers), baseline, clock)
     held_out = _load_held_out(program, dataset)
     history, begun = (resume_from.history, resume_from.begun) if resume_from else ((), None)
     batches = 1
     for epoch in range(history[-1].epoch + 1 if history else 1, plan.epochs + 1):
-        one_pass = _Pass(setting, epoch, epoch_order(len(dataset.train.labels), plan.seed, epoch), batches)
+        order = epoch_order(len(dataset.train.labels), plan.seed, epoch)
+        one_pass = _Pass(program, feed, plan, observers, baseline, clock, epoch, order, batches)
         if begun is not None and begun.epoch == epoch:
             one_pass.totals, one_pass.seconds = begun.totals, begun.seconds
         one_pass.run()
@@ -189,19 +189,15 @@ def epoch_order(count: int, seed: int, epoch: int) -> np.ndarray:
 
 def _load_held_out(program: Program, dataset: Dataset, share: float = 1.0) -> dict[str, tuple[Any, np.ndarray]]:
     """Load the first share of each held-out split; return (handle, labels) by name."""
-    held_out = {}
-    for name, split in (("test", dataset.test), ("validation", dataset.validation)):
-        if split is not None:
-            part = slice(math.ceil(share * len(split.labels)))
-            held_out[name] = program.load(split.images[part], split.labels[part]), split.labels[part]
-    return held_out
+    splits = {"test": dataset.test, "validation": dataset.validation}
+    firsts = {name: split[: math.ceil(share * len(split))] for name, split in splits.items() if split is not None}
+    return {name: (program.load(split.images, split.labels), split.labels) for name, split in firsts.items()}
 
 
 def _evaluate(one_pass: _Pass, held_out: dict[str, tuple[Any, np.ndarray]]) -> tuple[np.ndarray, dict[str, Totals]]:
     """Return the scores (N, O) of the test split and the totals of each held-out split."""
-    program = one_pass.setting.program
-    scores = {name: program.predict(split) for name, (split, _) in held_out.items()}
-    totals = {name: evaluate(program.loss, scores[name], labels) for name, (_, labels) in held_out.items()}
+    scores = {name: one_pass.program.predict(split) for name, (split, _) in held_out.items()}
+    totals = {name: evaluate(one_pass.program.loss, scores[name], labels) for name, (_, labels) in held_out.items()}
     for name, total in totals.items():
         if not math.isfinite(total.loss):
             raise Diverged(
@@ -211,50 +207,45 @@ def _evaluate(one_pass: _Pass, held_out: dict[str, tuple[Any, np.ndarray]]) -> t
     return scores["test"], totals
 
 
-@dataclass(frozen=True)
-class _Setting:
-    """What all passes of a training have in common: see `train_epochs`; `feed` gives the training split."""
-
-    program: Program
-    feed: Feed
-    plan: TrainingPlan
-    observers: tuple[Observer, ...]
-    baseline: Baseline | None
-    clock: Callable[[], float]
-
-
+@dataclass
 class _Pass:
     """One epoch's training pass, in chunks of whole batches; a short last batch goes with many or by itself.
 
     Where no clock limits the pass, its first chunk has as many `batches` as the last one of the pass before.
     """
 
-    def __init__(self, setting: _Setting, epoch: int, order: np.ndarray, batches: int) -> None:
-        program, plan = setting.program, setting.plan
-        self.setting, self.epoch, self._order = setting, epoch, order
-        steps = -(-len(order) // program.batch_size)
-        self._rates = plan.schedule.rates(program.optimizer.lr, epoch, plan.epochs, steps)
+    program: Program
+    feed: Feed
+    plan: TrainingPlan
+    observers: Sequence[Observer]
+    baseline: Baseline | None
+    clock: Callable[[], float]
+    epoch: int
+    order: np.ndarray
+    batches: int
+
+    def __post_init__(self) -> None:
+        plan, steps = self.plan, -(-len(self.order) // self.program.batch_size)
+        self._rates = plan.schedule.rates(self.program.optimizer.lr, self.epoch, plan.epochs, steps)
         self._limit_s = math.inf if plan.pass_s is None else plan.pass_s
-        self._most = plan.progress_batches or -(-len(order) // program.batch_size)
-        self.batches = batches if plan.pass_s is None else 1
+        self._most = plan.progress_batches or steps
+        self.batches = self.batches if plan.pass_s is None else 1
         self._whole_s, self._whole_images = 0.0, 0
         self.totals, self.seconds = Totals(0.0, 0, 0), 0.0
 
     @property
     def rate(self) -> float:
         """The learning rate of the last step so far."""
-        return float(self._rates[max(0, -(-self.totals.count // self.setting.program.batch_size) - 1)])
+        return float(self._rates[max(0, -(-self.totals.count // self.program.batch_size) - 1)])
 
     @property
     def seconds_per_image(self) -> float:
         """Over whole batches, since a short one costs more per image; over all where none is, or very many are."""
-        if self._whole_images:
-            return self._whole_s / self._whole_images
-        return self.seconds / self.totals.count
+        return self._whole_s / self._whole_images if self._whole_images else self.seconds / self.totals.count
 
     def run(self) -> None:
-        program, baseline = self.setting.program, self.setting.baseline
-        batch_size, count = program.batch_size, len(self._order)
+        program, baseline = self.program, self.baseline
+        batch_size, count = program.batch_size, len(self.order)
         whole = count - count % batch_size
         start, most = self.totals.count, self._most * batch_size
         chunk = batch_size * self.batches
@@ -264,52 +255,49 @@ class _Pass:
             stop = min(start + chunk, whole, start - start % most + most)
             if stop == whole and stop - start >= LONG * batch_size:
                 stop = count
-            program.warm(*next(self._parts(start, start + batch_size)))
+            program.warm(*next(self.feed.parts(self.epoch, self.order, start, start + batch_size)))
             seconds = self._train(start, stop)
             self._whole_s, self._whole_images = self._whole_s + seconds, self._whole_images + stop - start
             if baseline:
-                baseline.sample(self._order[start : start + batch_size], self.rate, program.state)
+                baseline.sample(self.order[start : start + batch_size], self.rate, program.state)
             self.batches = max(1, min(self._batches_in(CHUNK_S), 4 * (chunk // batch_size), self._spread(whole)))
             start, chunk = stop, batch_size * min(self.batches, self._batches_in(self._limit_s - self.seconds))
         if start == whole < count:
             self._train(whole, count)
         while baseline and start >= whole and baseline.taken < min(baseline.batches, max(1, whole // batch_size)):
-            baseline.sample(self._order[:batch_size], self.rate, program.state)
+            baseline.sample(self.order[:batch_size], self.rate, program.state)
 
     def _spread(self, whole: int) -> int:
         """Return the most batches of a call: the baseline's samples are spread over the epoch, where it is long."""
-        if not self.setting.baseline:
+        if not self.baseline:
             return self._most
         pieces = int(whole * self._whole_s / self._whole_images / BESIDE_S)
-        return -(-whole // (self.setting.program.batch_size * max(1, min(pieces, self.setting.baseline.batches))))
+        return -(-whole // (self.program.batch_size * max(1, min(pieces, self.baseline.batches))))
 
     def _batches_in(self, seconds: float) -> int:
         """Return how many whole batches fit into some seconds, at the speed so far; at most so many as are wanted."""
-        batch_s = self._whole_s * self.setting.program.batch_size / self._whole_images
+        batch_s = self._whole_s * self.program.batch_size / self._whole_images
         return self._most if batch_s * self._most <= seconds else max(0, int(seconds / batch_s))
 
     def _train(self, start: int, stop: int) -> float:
         """Train on order[start:stop], one call; return its seconds."""
-        batch_size = self.setting.program.batch_size
+        batch_size = self.program.batch_size
         rates = self._rates[start // batch_size : -(-stop // batch_size)]
         with held():
-            started = self.setting.clock()
+            started = self.clock()
             totals = Totals(0.0, 0, 0)
-            for handle, places in self._parts(start, stop):
+            for handle, places in self.feed.parts(self.epoch, self.order, start, stop):
                 first = totals.count // batch_size
                 part = rates[first : first + -(-len(places) // batch_size)]
                 rate = float(part[0]) if (part == part[0]).all() else part
-                totals += self.setting.program.train(handle, places, rate)
-            seconds = self.setting.clock() - started
+                totals += self.program.train(handle, places, rate)
+            seconds = self.clock() - started
             if not math.isfinite(totals.loss):
                 raise Diverged(
                     f"the loss became {totals.loss} in epoch {self.epoch}, images {start} to {stop}, at learning rate "
                     f"{rates.max():g}; lower optimizer.lr or check the data"
                 )
             self.totals, self.seconds = self.totals + totals, self.seconds + seconds
-            for observer in self.setting.observers:
-                observer.progressed(Progress(self.epoch, self.totals, len(self._order), self.seconds))
+            for observer in self.observers:
+                observer.progressed(Progress(self.epoch, self.totals, len(self.order), self.seconds))
         return seconds
-
-    def _parts(self, start: int, stop: int) -> Iterator[tuple[Any, np.ndarray]]:
-        return self.setting.feed.parts(self.epoch, self._order, start, stop)

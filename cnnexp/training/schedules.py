@@ -1,7 +1,5 @@
 """Learning-rate schedules: the rate of every step, from the optimizer's `lr` and the step's place alone."""
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable
@@ -10,7 +8,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from cnnexp.system.ranges import check_range
+from cnnexp.system.ranges import check_fields, check_range, ranged
 
 ScheduleName = Literal["constant", "step", "milestones", "cosine", "polynomial", "one_cycle"]
 START, END = 25, 1e4  # one_cycle begins with lr / START and ends with lr / START / END, as PyTorch's OneCycleLR
@@ -29,18 +27,16 @@ class Schedule:
     """
 
     name: ScheduleName = "cosine"
-    every: int = 10
-    factor: float = 0.1
+    every: int = ranged(10, ">= 1", "step_every")
+    factor: float = ranged(0.1, "> 0, <= 1", "step_factor")
     milestones: tuple[int, ...] = ()
-    power: float = 1.0
-    peak: float = 0.3
-    warmup: float = 0.0
+    power: float = ranged(1.0, "> 0")
+    peak: float = ranged(0.3, "> 0 and < 1")
+    warmup: float = ranged(0.0, ">= 0")
 
     def __post_init__(self) -> None:
-        for key, (shown, legal) in _RANGES.items():
-            check_range(f"trainer.{shown}", getattr(self, key), legal)
-        milestones = self.milestones if isinstance(self.milestones, tuple) else (self.milestones,)
-        for epoch in milestones:
+        check_fields(self, "trainer")
+        for epoch in self.milestones:
             check_range("trainer.milestones", epoch, ">= 1")
 
     def rates(self, lr: float, epoch: int, epochs: int, steps: int) -> np.ndarray:
@@ -80,12 +76,5 @@ FACTORS: dict[ScheduleName, tuple[Callable[[Schedule, int, int, int, int], float
     "cosine": (lambda s, done, epochs, step, steps: 0.5 * (1 + math.cos(math.pi * done / epochs)), ()),
     "polynomial": (lambda s, done, epochs, step, steps: (1 - step / steps) ** s.power, ("power",)),
     "one_cycle": (_one_cycle, ("peak",)),
-}
-_RANGES = {
-    "every": ("step_every", ">= 1"),
-    "factor": ("step_factor", "> 0, <= 1"),
-    "power": ("power", "> 0"),
-    "peak": ("peak", "> 0 and < 1"),
-    "warmup": ("warmup", ">= 0"),
 }
 Constant, Step, Cosine = (functools.partial(Schedule, name) for name in ("constant", "step", "cosine"))

@@ -1,7 +1,5 @@
 """Steps that are put together from the two halves of a program's: accumulated, clipped, their parameters averaged."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -4,8 +4,6 @@ Hydra loads sweepers only from packages under `hydra_plugins`, so this file is n
 plugin needs an Optuna whose storage fails with the SQLAlchemy of MLflow 3; this one keeps its trials in a journal file.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from pathlib import Path

@@ -67,7 +67,7 @@ def test_the_kernels_of_a_step_fit_and_none_is_clipped():
     network = TwoConvMlp().network((28, 28, 1), 10)
     rows = Plan(network, CPUS["avx512"].target, 2, 32).explain(2)
     out = io.StringIO()
-    Display(1, console=Console(file=out, width=80)).explain(rows)
+    Display(1, None, console=Console(file=out, width=80)).explain(rows)
     assert max(map(len, out.getvalue().splitlines())) <= 80
     assert all(row.kernel in out.getvalue() for row in rows)
     assert "\u2026" not in out.getvalue()

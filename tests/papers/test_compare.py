@@ -1,7 +1,5 @@
 """What a paper's page says of its jobs: measures, cells, and the table of them."""
 
-from dataclasses import replace
-
 import pytest
 from papers.jobs import make_job
 from tables import each
@@ -45,7 +43,7 @@ def test_what_could_not_be_run_says_why(status, why):
 
 
 def test_amdahl_with_the_papers_inputs_and_an_epoch_cut_short_is_scaled():
-    assert limit(768)(replace(make_job(), metrics={"profile/parallel_share": 0.9801})) == pytest.approx(47.2, abs=0.05)
+    assert limit(768)(make_job()._replace(metrics={"profile/parallel_share": 0.9801})) == pytest.approx(47.2, abs=0.05)
     assert limit(768)(make_job()) is None
     assert "gives 47.2; the paper prints 45.45" in EXPERIMENTS["khandait_amdahl"].notes[0]
 
@@ -60,7 +58,7 @@ def test_a_page_tells_on_how_many_images_an_epoch_was_timed():
     job = make_job(images=1000, timed=250)
     job.epochs.append({**job.epochs[0], "train/images": 400})
     facts = {"machine.load": "0.1", "machine.cores": "2"}
-    result = Result("castanheira_fig3", EXPERIMENTS["castanheira_fig3"], (job,), (), facts)
+    result = Result(EXPERIMENTS["castanheira_fig3"], (job,), (), facts)
     assert any("timed on 250 to 400 of 1,000 images an epoch, and scaled" in note for note in page.notes(result))
 
 
@@ -68,6 +66,6 @@ def test_only_columns_with_a_published_number_have_three_headings():
     columns = (Column("seconds"), Column("ours alone"))
     table = Experiment("t", "s", "q", (Line("a", {}, (2.0,)), Line("b")), columns)
     cells = [[Cell(2.0, 1.0), Cell(None, 3.0)], [Cell(None, None, why="failed"), Cell(None, 4.0)]]
-    shown = page.table_of(Result("t", table, (), cells, {}))
+    shown = page.table_of(Result(table, (), cells, {}))
     assert shown.titles(": ")[1:] == ["seconds: paper", "seconds: ours", "seconds: ours / paper", "ours alone: ours"]
     assert shown.rows == [["a", "2", "1.000", "0.5", "3.000"], ["b", "", "failed", "", "4.000"]]

@@ -1,7 +1,5 @@
 """The figures of the papers: whether every text in them is whole."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 from canvas import cut_off
@@ -28,9 +26,9 @@ def test_every_text_is_whole(key, missing, tmp_path):
     cells = [[cell for _ in experiment.columns] for _ in experiment.lines]
     np.savez(tmp_path / "predictions.npz", labels=np.arange(10), predicted=np.arange(10))
     configs = [{**column.jobs, **line.jobs} for line in experiment.lines for column in experiment.columns]
-    jobs = [replace(make_job(), folder=str(tmp_path), config=config) for config in configs]
+    jobs = [make_job()._replace(folder=str(tmp_path), config=config) for config in configs]
     for job in jobs:
         job.epochs[0]["train/loss"] = 123.456
     jobs = [] if missing else jobs
-    result = Result(key, experiment, jobs, cells, {"machine.cores": "2"}, SCALING if experiment.scaling else ())
+    result = Result(experiment, jobs, cells, {"machine.cores": "2"}, SCALING if experiment.scaling else ())
     assert cut_off(figures.figure(result)) == []
