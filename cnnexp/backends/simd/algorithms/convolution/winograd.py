@@ -25,13 +25,7 @@ from fractions import Fraction
 from llvmlite import ir
 
 from cnnexp.backends.parts import BACKWARD, FORWARD, TRANSFORMED
-from cnnexp.backends.simd.algorithms.convolution.channels import (
-    Channels,
-    Sum,
-    conv2d_backward_bias,
-    finish,
-    panel_width,
-)
+from cnnexp.backends.simd.algorithms.convolution.channels import Channels, Sum, finish, panel_width
 from cnnexp.backends.simd.algorithms.cost import Work, bring, passes, product_gradient, product_sums
 from cnnexp.backends.simd.algorithms.linear.product import Steps, add_products
 from cnnexp.backends.simd.compiler.emit import INDEX, Emitter, Pointer, Target, chunks
@@ -76,7 +70,7 @@ class Winograd(Channels):
         return Tiling((self.shape[0], self.shape[1]), self.pool is not None, channels, filters, target)
 
     def computed(self, what: str) -> Fraction:
-        if self.argmax and what == BACKWARD:
+        if self.follows and what == BACKWARD:
             return super().computed(what)
         passes = [self.transformed] if what == FORWARD or not self.dx else [self.transformed, self.back]
         tiles = sum(math.prod(part.tiling.counts) for part in passes)
@@ -88,15 +82,15 @@ class Winograd(Channels):
     def prepare(self, plan: Layout) -> None:
         super().prepare(plan)
         self.transformed = WinogradPass(plan.arena, self.sum, plan.target)
-        if self.dx and not self.argmax:
+        if self.dx and not self.follows:
             _, _, conv, _ = self.phases[0]
             self.back = WinogradPass(plan.arena, conv, plan.target)
 
     def conv2d(self, k: Emitter, conv: Sum, weights: Pointer, bias: Pointer | None) -> None:
         conv2d(k, self.transformed if conv is self.sum else self.back, weights, bias)
 
-    def backward_weights(self, k: Emitter, plan: Layout) -> None:
-        conv2d_backward_weights(k, self.transformed, self.d, *plan.parameters.of(self.stage, k.gradients))
+    def conv2d_backward_weights(self, k: Emitter, dw: Pointer) -> None:
+        conv2d_backward_weights(k, self.transformed, self.d, dw)
 
 
 def _moves(tiling: Tiling, images: int, target: Target) -> float:
@@ -321,15 +315,13 @@ def _transform_back(
                     finish(k, conv, [[value]], bias, panel, (n, *place))
 
 
-def conv2d_backward_weights(k: Emitter, winograd: WinogradPass, d: NHWC, dw: Pointer, db: Pointer | None) -> None:
+def conv2d_backward_weights(k: Emitter, winograd: WinogradPass, d: NHWC, dw: Pointer) -> None:
     """As `channels.conv2d_backward_weights` on `winograd.conv`."""
-    tiling, images = winograd.tiling, winograd.tiling.images
-    columns = tiling.counts[1]
-    sums = winograd.room(k)
+    tiling, columns = winograd.tiling, winograd.tiling.counts[1]
     # no sum yet
-    k.clear(sums, PLACES * winograd.strides[0] // k.lanes)
+    k.clear(winograd.room(k), PLACES * winograd.strides[0] // k.lanes)
     # some images, of them some rows of tiles
-    for first, last in k.blocks(images):
+    for first, last in k.blocks(tiling.images):
         for start, block in k.chunks(tiling.counts[0], tiling.rows):
             # inputs and gradients transformed, and multiplied place by place
             with k.loop(last, start=first) as n:
@@ -339,8 +331,6 @@ def conv2d_backward_weights(k: Emitter, winograd: WinogradPass, d: NHWC, dw: Poi
             _add_outer_products(k, winograd, k.builder.mul(k.builder.sub(last, first), INDEX(block * columns)))
     # the sums transformed back, once
     _add_weights(k, winograd, dw)
-    if db is not None:
-        conv2d_backward_bias(k, winograd.conv.panels, d, db)
 
 
 def _transform_gradients(
