@@ -154,6 +154,12 @@ class ConvolutionNode(Node[Pixels, Pixels]):
         super().__init__(stage.name, (pool or stage).output_shape)
         self.stage, self.rectify, self.pool = stage, rectify, pool
         self.keeps_y = rectify or pool is not None
+        self.window = pool.window.size**2 if pool else 1
+        """Pixels of the convolution in each cell of the output."""
+        self.run = stage.layer.kernel * stage.input_shape[2]
+        """Floats of a kernel row."""
+        self.seen = min(1.0, ((stage.output_shape[0] - 1) * stage.layer.stride + 1) / stage.input_shape[0])
+        """Part of the input's rows that the rows of the output, put apart by the stride, reach from first to last."""
 
     @classmethod
     def of(cls, sections: Sequence[Section], first: bool) -> Self | None:
@@ -161,21 +167,6 @@ class ConvolutionNode(Node[Pixels, Pixels]):
         if not isinstance(stage, ConvStage) or not (stage.dense or cls.any_taps):
             return None
         return None if cls.follows and not (pool and pool.window.size > 1) else cls(stage, sections[0].rectify, pool)
-
-    @property
-    def window(self) -> int:
-        """Pixels of the convolution in each cell of the output."""
-        return self.pool.window.size**2 if self.pool else 1
-
-    @property
-    def _run(self) -> int:
-        """Floats of a kernel row."""
-        return self.stage.layer.kernel * self.stage.input_shape[2]
-
-    @property
-    def seen(self) -> float:
-        """Part of the input's rows that the rows of the output, put apart by the stride, reach from first to last."""
-        return min(1.0, ((self.stage.output_shape[0] - 1) * self.stage.layer.stride + 1) / self.stage.input_shape[0])
 
     def may_follow(self, needs_dx: bool) -> bool:
         return needs_dx or not self.follows

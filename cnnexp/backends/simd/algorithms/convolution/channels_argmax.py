@@ -69,7 +69,7 @@ class ChannelsArgmax(Channels):
 
     def _row(self, lanes: int) -> int:
         """Floats from one packed kernel row to the next."""
-        return round_up(self._run, lanes)
+        return round_up(self.run, lanes)
 
     def emit_backward(self, k: Emitter, plan: Layout) -> None:
         """dw, db += the gradient, packed as the weights; dx = the gradient."""
@@ -112,7 +112,7 @@ class ChannelsArgmax(Channels):
 
     def _turn(self, k: Emitter, panelled: Pointer, packed: Pointer, back: bool) -> None:
         """packed[i, f, j] = panelled[(i, j), f], what rounds up a run 0; or, back, add the former to the latter."""
-        panels, run, row = self.sum.panels, self._run, self._row(k.lanes)
+        panels, run, row = self.sum.panels, self.run, self._row(k.lanes)
         # a panel of filters, a kernel row of it, blocks of lanes x lanes, transposed there or back
         for panel in panels.each(k):
             unit = panel.unit

@@ -52,7 +52,7 @@ class LanesArgmax(Lanes):
     def prepare_backward(self, plan: Layout) -> None:
         layer, windows, arena = self.stage.layer, self.windows, plan.arena
         assert windows is not None
-        packed = layer.filters * layer.kernel * round_up(self._run, arena.lanes)
+        packed = layer.filters * layer.kernel * round_up(self.run, arena.lanes)
         self.x_rows, self.dx_rows = argmax_gradient.image_rows(arena, self.x), argmax_gradient.image_rows(arena, self.x)
         self.packed, self.gradients = arena.allocate(packed), arena.allocate(packed)
         reach = -(-(layer.kernel + layer.stride * windows.size) // (windows.stride * layer.stride))
@@ -62,9 +62,9 @@ class LanesArgmax(Lanes):
         """dw, db += the gradient; dx = the gradient."""
         (weights, _), (dw, db) = (plan.parameters.of(self.stage, at) for at in (k.parameters, k.gradients))
         packed, gradients = k.arena + self.packed, k.arena + self.gradients
-        filters, row, stride = self.stage.layer.filters, round_up(self._run, k.lanes), self.x_rows.stride
+        filters, row, stride = self.stage.layer.filters, round_up(self.run, k.lanes), self.x_rows.stride
         # weights by filter; no gradient yet
-        size = self.stage.layer.kernel, self._run, filters
+        size = self.stage.layer.kernel, self.run, filters
         argmax_gradient.pack_weights(k, weights, packed, gradients, size, row)
         # a group: its input to rows, its events to lists
         with k.loop(k.groups(k.lanes)) as g:
@@ -84,12 +84,12 @@ class LanesArgmax(Lanes):
 
     def _follow_events(self, k: Emitter, n: ir.Value, f: ir.Value) -> None:
         """Run one image's events of one filter."""
-        kernel, row = self.stage.layer.kernel, round_up(self._run, k.lanes)
+        kernel, row = self.stage.layer.kernel, round_up(self.run, k.lanes)
         packed, gradients = ((k.arena + at).at(f, kernel * row) for at in (self.packed, self.gradients))
         parts = [
             (i * self.x_rows.row + start, width, packed + (i * row + start), gradients + (i * row + start))
             for i in range(kernel)
-            for start, width in run_vectors(self._run, k.lanes)
+            for start, width in run_vectors(self.run, k.lanes)
         ]
         operands = self.x_rows.stored(k, n), self.dx_rows.stored(k, n)
         events = self.events.of(k, k.builder.add(k.builder.mul(f, INDEX(k.lanes)), n))

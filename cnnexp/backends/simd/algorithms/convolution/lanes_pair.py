@@ -251,7 +251,10 @@ class Patch:
     Attributes:
         kernel, run: of the second convolution, K and K * C. channels: C, the first one's filters.
         taps: of the first convolution, (row, column, channel). stride: of the first. depth: the image's channels.
-        lanes: of a vector.
+        row: floats from one kernel row to the next: half a vector where two rows fit, else whole ones.
+        lanes, vectors: of a vector, and of the window. patterns: after so many vectors the lanes' channels repeat.
+        side: rows and columns of the image that a window sees.
+        registers: vectors that are needed all the time: sums, image and what is multiplied.
     """
 
     def __init__(self, first: ConvStage, second: ConvStage, lanes: int) -> None:
@@ -260,30 +263,10 @@ class Patch:
         self.stride, self.depth = first.layer.stride, first.input_shape[2]
         side = range(first.layer.kernel)
         self.taps = tuple(itertools.product(side, side, range(self.depth)))
-
-    @property
-    def row(self) -> int:
-        """Floats from one kernel row to the next: half a vector where two rows fit, else whole ones."""
-        return self.lanes // 2 if 2 * self.run <= self.lanes else round_up(self.run, self.lanes)
-
-    @property
-    def vectors(self) -> int:
-        return -(-self.kernel * self.row // self.lanes)
-
-    @property
-    def patterns(self) -> int:
-        """After so many vectors the channels of the lanes are the same again."""
-        return -(-self.row // self.lanes)
-
-    @property
-    def side(self) -> int:
-        """Rows and columns of the image that a window sees."""
-        return (self.kernel - 1) * self.stride + self.taps[-1][0] + 1
-
-    @property
-    def registers(self) -> int:
-        """Vectors that are needed all the time: sums, image and what is multiplied."""
-        return (len(self.taps) + 1) * self.patterns + self.vectors + len(self.taps) + 3
+        self.row = lanes // 2 if 2 * self.run <= lanes else round_up(self.run, lanes)
+        self.vectors, self.patterns = -(-self.kernel * self.row // lanes), -(-self.row // lanes)
+        self.side = (self.kernel - 1) * self.stride + first.layer.kernel
+        self.registers = (len(self.taps) + 1) * self.patterns + self.vectors + len(self.taps) + 3
 
     def pixel(self, lane: int) -> tuple[int, int] | None:
         """Return kernel row and place in the run of a lane, counted over all vectors; None of one that is not used."""

@@ -133,6 +133,7 @@ class Tiling:
         counts: rows and columns of tiles. channels, filters: C, F.
         rows: of tiles in a block. images: in a block of the weights' gradient, whose sums go to memory and back once a
             block; one where a block is part of an image.
+        block: tiles of an image in a block. blocks: of an image; the last one may be smaller.
     """
 
     def __init__(self, counts: tuple[int, int], pooled: bool, channels: int, filters: int, target: Target) -> None:
@@ -142,16 +143,7 @@ class Tiling:
         held = target.l2_bytes // CACHED_PART
         self.rows = chunks(self.counts[0], max(1, held // row))[0][1]
         self.images = max(1, 2 * held // (row * self.counts[0]))
-
-    @property
-    def block(self) -> int:
-        """Tiles of an image in a block."""
-        return self.rows * self.counts[1]
-
-    @property
-    def blocks(self) -> float:
-        """Blocks of an image; the last one may be smaller."""
-        return self.counts[0] / self.rows
+        self.block, self.blocks = self.rows * self.counts[1], self.counts[0] / self.rows
 
 
 class WinogradPass:
@@ -166,6 +158,7 @@ class WinogradPass:
         inputs, outputs: so many floats into the room lie the block's tiles, [place][tile][channel] and
             [place][tile][filter].
         strides: floats from place to place of weights, inputs and outputs.
+        input_row, output_row: floats of a transformed tile's channels, and of its filters.
     """
 
     def __init__(self, arena: Arena, conv: Sum, target: Target) -> None:
@@ -174,7 +167,8 @@ class WinogradPass:
         self.tiling = Tiling(conv.counts, conv.windows is not None, channels, filters, target)
         tiles = self.tiling.images * self.tiling.block
         weights = odd_lines(self.panels.size)
-        inputs, outputs = (odd_lines(tiles * round_up(row, target.lanes)) for row in (channels, filters))
+        self.input_row, self.output_row = (round_up(row, target.lanes) for row in (channels, filters))
+        inputs, outputs = odd_lines(tiles * self.input_row), odd_lines(tiles * self.output_row)
         self.strides = weights, inputs, outputs
         self.inputs, self.outputs = PLACES * weights, PLACES * (weights + inputs)
         arena.share(self.outputs + PLACES * outputs)
@@ -186,16 +180,6 @@ class WinogradPass:
         """Return where weights, inputs and outputs of a place lie."""
         parts = zip((0, self.inputs, self.outputs), self.strides, strict=True)
         return [(self.room(k) + part).at(place, stride) for part, stride in parts]
-
-    @property
-    def input_row(self) -> int:
-        """Floats of a transformed tile's channels."""
-        return round_up(self.panels.rows, self.panels.lanes)
-
-    @property
-    def output_row(self) -> int:
-        """Floats of a transformed tile's filters."""
-        return self.panels.vectors * self.panels.lanes
 
 
 def conv2d(k: Emitter, winograd: WinogradPass, weights: Pointer, bias: Pointer | None) -> None:
