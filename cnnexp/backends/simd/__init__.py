@@ -86,9 +86,7 @@ class CpuSimd(ThreadedBackend):
 
     def compile(self, network: Network, loss: Loss, optimizer: Optimizer, batch_size: int) -> Program:
         need_compiler()
-        forced = tuple(
-            (layer, algorithm) for layer, _, algorithm in (given.partition(":") for given in self.algorithms)
-        )
+        forced = tuple(given.partition(":")[::2] for given in self.algorithms)
         clocks = self.clocks and available(cache.host()[0])
         target = dataclasses.replace(host_target(), forced=forced, clocks=clocks)
         if self.predicts:

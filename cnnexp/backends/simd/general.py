@@ -19,7 +19,7 @@ from llvmlite import ir
 from cnnexp.backends.plain.numpy import NumpyOps
 from cnnexp.backends.simd.algorithms.cost import Work
 from cnnexp.backends.simd.algorithms.node import Node, Section
-from cnnexp.backends.simd.compiler.emit import FLOAT, INDEX, Emitter, Kernels, Target
+from cnnexp.backends.simd.compiler.emit import FLOAT, INDEX, Emitter, Target
 from cnnexp.backends.simd.layouts import NC, NHWC, Layout, Tensor
 from cnnexp.backends.stages import Chain, Run
 from cnnexp.errors import CnnexpError, NetworkError
@@ -47,9 +47,8 @@ class General(Node[NC, NC]):
         super().__init__(first.name, last.output_shape)
         self.parameters = [parameter for stage in stages for parameter in stage.parameters]
         self.trains, self.stages, self.macs = bool(self.parameters), stages, sum(stage.macs for stage in stages)
-        self.input_layout, self.output_layout = (
-            NHWC if len(shape) == 3 else NC for shape in (first.input_shape, last.output_shape)
-        )
+        shapes = first.input_shape, last.output_shape
+        self.input_layout, self.output_layout = (NHWC if len(shape) == 3 else NC for shape in shapes)
 
     @classmethod
     def of(cls, sections: Sequence[Section], first: bool) -> General | None:
@@ -65,11 +64,11 @@ class General(Node[NC, NC]):
         plan.parameters.place_plain(*self.parameters)
         self.address = plan.arena.allocate(ctypes.sizeof(ctypes.c_int64) // 4)
 
-    def forward(self, plan: Layout) -> Kernels:
-        return [("forward", lambda k: self._call(k, back=False))]
+    def emit_forward(self, k: Emitter, plan: Layout) -> None:
+        self._call(k, back=False)
 
-    def backward(self, plan: Layout) -> Kernels:
-        return [("backward", lambda k: self._call(k, back=True))]
+    def emit_backward(self, k: Emitter, plan: Layout) -> None:
+        self._call(k, back=True)
 
     def _call(self, k: Emitter, back: bool) -> None:
         function = ir.FunctionType(ir.VoidType(), [INDEX] * 5).as_pointer()
@@ -123,9 +122,7 @@ class _Tiles:
         node, chain = self._node, self._chain(arena)
         x_shape, y_shape = node.stages[0].input_shape, node.stages[-1].output_shape
         # flat as the network's, but nothing is in it, nor read, beside the layers' own
-        flat, gradient = (
-            np.empty(max((p.offset + p.size for p, _ in self._places), default=0), np.float32) for _ in "pg"
-        )
+        flat, gradient = np.empty((2, max((p.offset + p.size for p, _ in self._places), default=0)), np.float32)
         for p, at in self._places:
             flat[p.offset : p.offset + p.size] = _floats(parameters, self._size)[at : at + p.size]
         run = Run(count, flat, gradient, trains=True)

@@ -59,10 +59,8 @@ class Halo:
 
     def around(self, shape: Shape) -> tuple[int, int]:
         """Return the rows and columns that are stored of (H, W, C)."""
-        return (
-            (shape[0] - 1) * self.step + 1 + self.top + self.bottom,
-            (shape[1] - 1) * self.step + 1 + self.left + self.right,
-        )
+        rows, columns = ((count - 1) * self.step + 1 for count in shape[:2])
+        return rows + self.top + self.bottom, columns + self.left + self.right
 
 
 @dataclass(frozen=True)
@@ -70,10 +68,8 @@ class Tensor:
     """Values of images, channels last, perhaps with a halo; with many images in a vector, each `image` is a group.
 
     Attributes:
-        offset: of the first stored value in the arena, in floats.
-        shape: (H, W, C), or (D,) of rows.
-        stride: floats from image to image.
-        lanes: images in a vector, so floats from value to value.
+        offset: of the first stored value in the arena, in floats. shape: (H, W, C), or (D,) of rows.
+        stride: floats from image to image. lanes: images in a vector, so floats from value to value.
         halo: the room around.
     """
 
@@ -106,14 +102,10 @@ class Tensor:
         """Return the address of the first stored value, in the halo if there is one."""
         return (k.arena + self.offset).at(image, self.stride)
 
-    def image(self, k: Emitter, image: ir.Value) -> Pointer:
-        """Return the address of the image's first pixel."""
-        return self.stored(k, image) + (self.halo.top * self.row + self.halo.left * self.column)
-
     def pixel(self, k: Emitter, image: ir.Value, row: ir.Value | int, column: ir.Value | int) -> Pointer:
         """Return the address of channel 0 of a pixel of the image."""
-        step = self.halo.step
-        return self.image(k, image).at(row, self.row * step).at(column, self.column * step)
+        first = self.stored(k, image) + (self.halo.top * self.row + self.halo.left * self.column)
+        return first.at(row, self.row * self.halo.step).at(column, self.column * self.halo.step)
 
 
 class Blocked(Tensor):
@@ -364,8 +356,7 @@ class Layout(Protocol):
 
     Attributes:
         target: the CPU. arena, parameters: the room of activations and of parameters.
-        share: images of a thread in a step, at most a tile's.
-        clocks: of the parts of a step.
+        share: images of a thread in a step, at most a tile's. clocks: of the parts of a step.
         owns: whether a step's images are one tile of each thread, so that weights may be owned.
     """
 

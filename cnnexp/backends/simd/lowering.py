@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
+import itertools
 import math
 import pickle
 from collections.abc import Callable, Iterable, Sequence
@@ -54,9 +55,8 @@ class Plan:
     """A network laid out in an arena, with the kernels that run it.
 
     Attributes:
-        nodes: first to last. share, owns: see `Layout`.
-        arena, parameters: the room of activations and of parameters.
-        clocks: of the parts of a step. step_parts: the numbers of those in `STEP`.
+        nodes: first to last. target, arena, parameters, clocks, share, owns: see `Layout`.
+        step_parts: the numbers of the parts in `STEP`.
         scores, d_scores: output of the network and its gradient, one image per row.
         dropouts: those of the nodes that draw random numbers. draws: kernels that begin to, see `DropoutNode.draw`.
         gather: kernels that bring images in, by the type of their pixels (`uint8`, `float32`).
@@ -294,12 +294,8 @@ def _start(nodes: list[Node], at: int) -> int:
 
 def _end(nodes: list[Node], at: int) -> Sum:
     """Return where the Residual ends that begins at a node."""
-    depth = 0
-    for node in nodes[at:]:
-        depth += isinstance(node, Split) - isinstance(node, Sum)
-        if not depth:
-            break
-    return cast(Sum, node)
+    depths = itertools.accumulate(isinstance(node, Split) - isinstance(node, Sum) for node in nodes[at:])
+    return cast(Sum, nodes[at + [*depths].index(0)])
 
 
 def _like(x: Tensor | None, kind: type[Tensor]) -> Tensor:

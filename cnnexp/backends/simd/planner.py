@@ -23,7 +23,7 @@ from cnnexp.backends.simd.algorithms.convolution.lanes_argmax import LanesArgmax
 from cnnexp.backends.simd.algorithms.convolution.lanes_pair import LanesPair
 from cnnexp.backends.simd.algorithms.convolution.winograd import Winograd
 from cnnexp.backends.simd.algorithms.convolution.winograd_argmax import WinogradArgmax
-from cnnexp.backends.simd.algorithms.cost import Work, total
+from cnnexp.backends.simd.algorithms.cost import Work
 from cnnexp.backends.simd.algorithms.dropout import DropoutNode
 from cnnexp.backends.simd.algorithms.elementwise import ElementwiseNode
 from cnnexp.backends.simd.algorithms.linear.skinny import Skinny
@@ -68,9 +68,7 @@ class Path:
         """Return the path with a node, None where it cannot come next; a change of layout before it is put in."""
         wanted = self.splits[-1] if isinstance(node, Sum) else node.input_layout
         path = self if node.any_image and wanted is None else self.change(node.name, wanted, target, images)
-        if not node.may_follow(path.trained):
-            return None
-        return path._and(node, target, images)
+        return path._and(node, target, images) if node.may_follow(path.trained) else None
 
     def change(self, name: str, wanted: type[Tensor] | None, target: Target, images: int) -> Path:
         """Return the path to a layout, None for any that is not an image; NC and NHWC are both in rows."""
@@ -88,7 +86,7 @@ class Path:
         layout = node.output_layout or self.layout
         found = works(node, node.input_layout or layout, target, images, self.trained)
         backward = (self.trained or node.trains) and not target.forward_only
-        cycles = self.cycles + total(work for name, work in found.items() if backward or name == "forward")
+        cycles = self.cycles + sum(work.cycles for name, work in found.items() if backward or name == "forward")
         splits = self.splits
         if isinstance(node, Split):
             splits = (*splits, layout)
@@ -121,8 +119,7 @@ def choose_nodes(network: Network, target: Target, images: int) -> list[Node]:
     paths: list[list[Path]] = [[start], *([] for _ in sections)]
     for at, section in enumerate(sections):
         for node in allowed(sections[at:], target, forced, first=at == 0):
-            found = [path.then(node, target, images) for path in paths[at]]
-            possible = [path for path in found if path is not None]
+            possible = [longer for path in paths[at] if (longer := path.then(node, target, images))]
             if possible:
                 paths[at + node.spans].append(min(possible, key=lambda path: path.cycles))
         if not any(paths[at + 1 :]):

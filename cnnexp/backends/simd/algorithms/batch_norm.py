@@ -112,10 +112,7 @@ class BatchNormNode(Node[Tensor, Tensor]):
             block.finish(squares, k.arena + self.table["own_squares"])
 
     def backward(self, plan: Layout) -> Kernels:
-        kernels: Kernels = [("sums", lambda k: self._sums(k, plan))]
-        if self.dx is not None:
-            kernels.append(("backward", lambda k: self._backward(k, plan)))
-        return kernels
+        return [("sums", lambda k: self._sums(k, plan)), *(super().backward(plan) if self.dx else [])]
 
     def _gradient(self, k: Emitter, plan: Layout, block: Block) -> Callable[..., list[tuple[ir.Value, ir.Value]]]:
         """Return what gives, of a pixel, the distances of x from the mean and the gradient before the ReLU."""
@@ -154,7 +151,7 @@ class BatchNormNode(Node[Tensor, Tensor]):
                 place = (k.gradients + plan.parameters.offset(parameter)).at(channel)
                 k.store_part(k.add(k.load(place), value), place, valid)
 
-    def _backward(self, k: Emitter, plan: Layout) -> None:
+    def emit_backward(self, k: Emitter, plan: Layout) -> None:
         """dx = scale * dy + slope * (x - mean) + level."""
         for block in _blocks(k, self.x):
             gradients = self._gradient(k, plan, block)
@@ -172,9 +169,8 @@ class BatchNormNode(Node[Tensor, Tensor]):
         """Return the forward pass's, before the batch is normalized, and the backward pass's, before dx."""
         if plan.target.forward_only:
             return ()
-        names = "statistics", "sums"
-        forward, backward = (f"{self.name}.{name}" for name in names)
-        return Seam(forward, lambda k: self._meet(k, plan)), Seam(backward, lambda k: self._meet_backward(k, plan))
+        forward = Seam(f"{self.name}.statistics", lambda k: self._meet(k, plan))
+        return forward, Seam(f"{self.name}.sums", lambda k: self._meet_backward(k, plan))
 
     def _meet(self, k: Emitter, plan: Layout) -> None:
         """Take mean and variance of the batch; the first tile's thread moves the running averages.

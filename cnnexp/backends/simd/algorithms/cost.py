@@ -1,16 +1,14 @@
 """What a kernel costs: cycles of one core for one image, from shapes and from what the CPU has.
 
 A core does two multiply-adds, two loads and one store of a vector a cycle, and brings so many bytes a cycle from its
-L2, fewer from beyond. A kernel takes the cycles of what it needs most of. The planner compares by
-these numbers, and `explain` shows them; `python -m benchmarks.kernels` sets them beside the clock. They are estimates:
-nothing that a program computes depends on them but through the algorithm that was picked, and that follows from shapes
-alone.
+L2, fewer from beyond. A kernel takes the cycles of what it needs most of. The planner compares by these numbers, and
+`explain` shows them; `python -m benchmarks.kernels` sets them beside the clock. They are estimates: nothing that a
+program computes depends on them but through the algorithm that was picked, and that follows from shapes alone.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from cnnexp.backends.simd.algorithms.linear.product import choose_tile, covering_cycles, most_height, tile_cycles
@@ -87,10 +85,8 @@ def product_sums(
     cells, height = math.prod(counts), tile[0] * tile[1] * unit
     streamed = bring(tile[2] * target.lanes, 4 * terms * tile[2] * target.lanes, target)
     tiles = cells * unit / height * vectors / tile[2]
-    stall = max(0.0, streamed - tile_cycles(height, tile[2])) * tiles
-    cycles = (
-        terms * (covering_cycles(counts, unit, vectors, tile) + stall) + finish * cells * vectors + CALL_CYCLES * tiles
-    )
+    stalled = covering_cycles(counts, unit, vectors, tile) + max(0.0, streamed - tile_cycles(height, tile[2])) * tiles
+    cycles = terms * stalled + finish * cells * vectors + CALL_CYCLES * tiles
     return Work(float(cells * unit * outputs * terms), cycles, f"{height} rows x {tile[2]} vectors of outputs")
 
 
@@ -181,7 +177,3 @@ def pair_events(cells: int, window: int, outputs: int, vectors: int, taps: int, 
 def _listing(cells: int, window: int, outputs: int, target: Target) -> float:
     """Return the cycles to list the events."""
     return cells * outputs / target.lanes * (2 * math.log2(target.lanes) + 3 * window + 8)
-
-
-def total(parts: Iterable[Work]) -> float:
-    return sum(part.cycles for part in parts)

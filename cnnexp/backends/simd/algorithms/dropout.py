@@ -16,7 +16,7 @@ from llvmlite import ir
 from cnnexp.backends.simd.algorithms.cost import Work, passes
 from cnnexp.backends.simd.algorithms.elementwise import copy_gradient
 from cnnexp.backends.simd.algorithms.node import Node, Section
-from cnnexp.backends.simd.compiler.emit import INDEX, INT, Emitter, Kernels, Target
+from cnnexp.backends.simd.compiler.emit import INDEX, INT, Emitter, Target
 from cnnexp.backends.simd.layouts import NC, Blocked, Layout, Tensor, round_up, runs
 from cnnexp.network import DropoutStage
 from cnnexp.network.noise import mix, threshold
@@ -70,20 +70,16 @@ class DropoutNode(Node[Tensor, Tensor]):
             row = mix(_Bits(k.builder, k.builder.xor(key, image))).value
             k.builder.store(row, (arena + self.rows).at(n).value(INT))
 
-    def forward(self, plan: Layout) -> Kernels:
-        def run(k: Emitter) -> None:
-            drops = k.builder.icmp_signed("!=", k.load_int(k.arena + self.drops), INT(0))
-            with k.builder.if_else(drops) as (masks, copies):
-                with masks:
-                    self._mask(k, self.x, self.y)
-                with copies:
-                    copy_gradient(k, None, self.x, self.y)
+    def emit_forward(self, k: Emitter, plan: Layout) -> None:
+        drops = k.builder.icmp_signed("!=", k.load_int(k.arena + self.drops), INT(0))
+        with k.builder.if_else(drops) as (masks, copies):
+            with masks:
+                self._mask(k, self.x, self.y)
+            with copies:
+                copy_gradient(k, None, self.x, self.y)
 
-        return [("forward", run)]
-
-    def backward(self, plan: Layout) -> Kernels:
-        positive = self.x if self.input_rectified else None
-        return [("backward", lambda k: self._mask(k, self.dy, self.needed_dx, positive))]
+    def emit_backward(self, k: Emitter, plan: Layout) -> None:
+        self._mask(k, self.dy, self.needed_dx, self.x if self.input_rectified else None)
 
     def _mask(self, k: Emitter, x: Tensor, y: Tensor, positive: Tensor | None = None) -> None:
         """y = x scaled where it is kept, else 0; also 0 where `positive`, if given, is not."""

@@ -9,7 +9,7 @@ from typing import cast
 
 from cnnexp.backends.simd.algorithms.cost import Work, passes
 from cnnexp.backends.simd.algorithms.node import Node, Section
-from cnnexp.backends.simd.compiler.emit import Emitter, Kernels, Pointer, Target
+from cnnexp.backends.simd.compiler.emit import Emitter, Pointer, Target
 from cnnexp.backends.simd.compiler.trace import MATHS, emitted
 from cnnexp.backends.simd.layouts import NC, Layout, Tensor, vectors
 from cnnexp.network import ElementwiseStage, LeakyReLU, ReLU
@@ -23,36 +23,28 @@ class ElementwiseNode(Node[Tensor, Tensor]):
     @classmethod
     def of(cls, sections: Sequence[Section], first: bool) -> ElementwiseNode | None:
         stage = sections[0].stage
-        return cls(stage, stage.input_shape) if isinstance(stage, ElementwiseStage) else None
+        return cls(stage) if isinstance(stage, ElementwiseStage) else None
 
-    def __init__(self, stage: ElementwiseStage, shape: tuple[int, ...]) -> None:
-        super().__init__(stage.name, shape)
-        self.layer, self.any_image = stage.layer, len(shape) == 3
+    def __init__(self, stage: ElementwiseStage) -> None:
+        super().__init__(stage.name, stage.output_shape)
+        self.layer, self.any_image = stage.layer, len(self.shape) == 3
 
     def work(self, target: Target, images: int, needs_dx: bool) -> dict[str, Work]:
         # an exponential takes some twenty instructions, a comparison two
         each = passes(math.prod(self.shape), 4 if isinstance(self.layer, ReLU | LeakyReLU) else 25, target)
         return {"forward": each, "backward": each}
 
-    def forward(self, plan: Layout) -> Kernels:
+    def emit_forward(self, k: Emitter, plan: Layout) -> None:
+        """y = rule(x)."""
         rule = emitted(self.layer.rule(MATHS))
+        for (x, y), valid in vectors(k, self.x, self.y):
+            k.store_part(rule(k, k.load(x)), y, valid)
 
-        def run(k: Emitter) -> None:
-            """y = rule(x)."""
-            for (x, y), valid in vectors(k, self.x, self.y):
-                k.store_part(rule(k, k.load(x)), y, valid)
-
-        return [("forward", run)]
-
-    def backward(self, plan: Layout) -> Kernels:
+    def emit_backward(self, k: Emitter, plan: Layout) -> None:
+        """dx = dy * derivative(x, y)."""
         derivative = emitted(self.layer.derivative(MATHS))
-
-        def run(k: Emitter) -> None:
-            """dx = dy * derivative(x, y)."""
-            for (x, y, dy, dx), valid in vectors(k, self.x, self.y, self.dy, self.needed_dx):
-                k.store_part(k.multiply(k.load(dy), derivative(k, k.load(x), k.load(y))), dx, valid)
-
-        return [("backward", run)]
+        for (x, y, dy, dx), valid in vectors(k, self.x, self.y, self.dy, self.needed_dx):
+            k.store_part(k.multiply(k.load(dy), derivative(k, k.load(x), k.load(y))), dx, valid)
 
 
 def copy_gradient(k: Emitter, y: Tensor | None, dy: Tensor, d: Tensor) -> None:

@@ -28,7 +28,7 @@ def gather_lanes(k: Emitter, y: Blocked, pixel: ir.Type) -> None:
         sources = [_image(k, images, order, k.scaled(g, k.lanes, n), y.size) for n in range(k.lanes)]
         with k.loop(runs) as r:
             rows = [source.at(r, run) for source in sources]
-            target = y.image(k, g).at(r, y.row)
+            target = y.pixel(k, g, 0, 0).at(r, y.row)
             # blocks of lanes x lanes pixels, transposed
             for at in _vectors(k, run):
                 columns = k.transpose([_pixels(k, row.at(at), pixel) for row in rows])
@@ -52,7 +52,7 @@ def gather_rows(k: Emitter, y: NC, pixel: ir.Type) -> None:
     with k.loop(k.count) as n:
         source = _image(k, images, order, n, y.size)
         with k.loop(runs) as r:
-            row, target = source.at(r, run), y.image(k, n).at(r, y.row)
+            row, target = source.at(r, run), y.pixel(k, n, 0, 0).at(r, y.row)
             # whole vectors, the last of which overlaps its neighbour
             for at in _vectors(k, run):
                 k.store(_pixels(k, row.at(at), pixel), target.at(at))

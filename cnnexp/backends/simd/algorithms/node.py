@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import ClassVar, Generic, TypeVar
 
-from cnnexp.backends.parts import BACKWARD, Part
+from cnnexp.backends.parts import BACKWARD, FOLLOWED, Part
 from cnnexp.backends.simd.algorithms.cost import Work
 from cnnexp.backends.simd.compiler.emit import Emit, Emitter, Kernels, Target
 from cnnexp.backends.simd.layouts import Halo, Layout, Tensor
@@ -15,7 +15,6 @@ from cnnexp.network import PoolStage, ReLU, Stage
 from cnnexp.optimizers import Optimizer
 
 X = TypeVar("X", bound=Tensor)
-
 Y = TypeVar("Y", bound=Tensor)
 
 
@@ -67,8 +66,7 @@ class Node(Generic[X, Y]):
     """Layers computed at once.
 
     Attributes:
-        name: of its kernels, and of the first layer.
-        shape: of its output, without the images.
+        name: of its kernels, and of the first layer. shape: of its output, without the images.
         layers: the names of all that it computes; none where it changes a layout.
         stage: the layer whose multiply-adds it does.
         x, y: input and output, given by the plan.
@@ -91,12 +89,13 @@ class Node(Generic[X, Y]):
     """How many sections it computes."""
     holds: ClassVar[str] = ""
     """What a vector holds many of, e.g. `filters`; empty where nothing is multiplied."""
+    follows: bool = False
+    """Whether the backward pass follows each window's maximum and leaves out the rest."""
     input_layout: type[Tensor] | None = None
     """The layout of the input, `Blocked`, `NC` or `NHWC`; None for either, and the output is of the same."""
     any_image: bool = False
     """Whether it takes an image in either layout, where `input_layout` names none."""
     output_layout: type[Tensor] | None = None
-    """The layout of the output."""
     trains: bool = False
     """Whether it has parameters."""
     rectify = False
@@ -161,9 +160,17 @@ class Node(Generic[X, Y]):
         """Allocate what else it needs, once x, y, dy, dx are known."""
 
     def forward(self, plan: Layout) -> Kernels:
+        """Return the kernels of its forward pass: one, unless it says otherwise."""
+        return [("forward", lambda k: self.emit_forward(k, plan))]
+
+    def emit_forward(self, k: Emitter, plan: Layout) -> None:
         raise NotImplementedError
 
     def backward(self, plan: Layout) -> Kernels:
+        """As `forward`, of its backward pass."""
+        return [("backward", lambda k: self.emit_backward(k, plan))]
+
+    def emit_backward(self, k: Emitter, plan: Layout) -> None:
         raise NotImplementedError
 
     def owned_gradients(self, plan: Layout) -> Kernels:
@@ -199,4 +206,4 @@ class Node(Generic[X, Y]):
 
     def fewer(self, what: str) -> str:
         """Return why a pass takes fewer multiply-adds than its layers have outputs for, empty where it does not."""
-        return ""
+        return FOLLOWED if self.follows and what == BACKWARD else ""

@@ -58,19 +58,14 @@ class Pool(Node[Tensor, Tensor]):
 
     def _inside(self) -> np.ndarray:
         """Return how many pixels of each window lie inside the image, (U, V)."""
-        counts = []
-        (rows, columns, _), window = self.y.shape, self.stage.window
-        height, width, _ = self.stage.input_shape
-        for pad, size, count in ((window.top, height, rows), (window.left, width, columns)):
+        counts, stage = [], self.stage
+        for pad, size, count in zip(stage.window.pads[:2], stage.input_shape, self.y.shape, strict=False):
             first = np.arange(count) * self.stride - pad
             counts.append(np.minimum(first + self.size, size) - np.maximum(first, 0))
         return np.multiply.outer(*counts)
 
     def forward(self, plan: Layout) -> Kernels:
         return [("forward", self._max if self.largest else self._average)]
-
-    def backward(self, plan: Layout) -> Kernels:
-        return [("backward", self._backward)]
 
     def _windows(self, k: Emitter, seen: Tensor) -> Iterator[tuple[Pointer, Place, ir.Value, int]]:
         """Run what follows for every vector of the output.
@@ -102,7 +97,7 @@ class Pool(Node[Tensor, Tensor]):
             best, where = k.variable(k.constant(-math.inf)), k.variable(k.integers(0))
             for at, code in self._pixels(k, self.x, corner):
                 value = k.load(at)
-                larger = k.larger(value, best.get())
+                larger = k.builder.fcmp_unordered(">", value, best.get())  # or either is NaN
                 best.set(k.select(larger, value, best.get()))
                 where.set(k.select(larger, code, where.get()))
             k.store_part(best.get(), place(self.y), valid)
@@ -116,7 +111,7 @@ class Pool(Node[Tensor, Tensor]):
                 k.increase(total, k.load(at))
             k.store_part(k.multiply(total.get(), share), place(self.y), valid)
 
-    def _backward(self, k: Emitter) -> None:
+    def emit_backward(self, k: Emitter, plan: Layout) -> None:
         """dx = dy added at each window's argmax, or its shares at every pixel; what lands in a halo is not used."""
         spread, dx = self.spread, self.needed_dx
         (height, width, _), (rows, columns, _) = dx.shape, self.y.shape

@@ -8,7 +8,7 @@ from llvmlite import ir
 
 from cnnexp.backends.simd.algorithms.cost import Work, transposition
 from cnnexp.backends.simd.algorithms.node import Node
-from cnnexp.backends.simd.compiler.emit import INDEX, Emitter, Kernels, Pointer, Target
+from cnnexp.backends.simd.compiler.emit import INDEX, Emitter, Pointer, Target
 from cnnexp.backends.simd.layouts import Blocked, Layout, Tensor, runs
 
 
@@ -26,11 +26,11 @@ class Reorder(Node[Tensor, Tensor]):
         moved = transposition(math.prod(self.shape), target)
         return {"forward": moved, "backward": moved}
 
-    def forward(self, plan: Layout) -> Kernels:
-        return [("forward", lambda k: reorder(k, self.x, self.y))]
+    def emit_forward(self, k: Emitter, plan: Layout) -> None:
+        reorder(k, self.x, self.y)
 
-    def backward(self, plan: Layout) -> Kernels:
-        return [("backward", lambda k: reorder(k, self.dy, self.needed_dx))]
+    def emit_backward(self, k: Emitter, plan: Layout) -> None:
+        reorder(k, self.dy, self.needed_dx)
 
 
 def reorder(k: Emitter, x: Tensor, y: Tensor) -> None:

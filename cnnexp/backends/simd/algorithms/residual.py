@@ -18,7 +18,7 @@ from cnnexp.backends.simd.compiler.emit import INDEX, Emitter, Kernels, Pointer,
 from cnnexp.backends.simd.layouts import NC, Layout, Tensor, vectors
 from cnnexp.network import ResidualStage
 
-Function = Callable[[Emitter, list[Pointer]], ir.Value]
+Function = Callable[[list[Pointer]], ir.Value]
 
 
 class Split(Node[Tensor, Tensor]):
@@ -45,20 +45,19 @@ class Split(Node[Tensor, Tensor]):
     def forward(self, plan: Layout) -> Kernels:
         return []
 
-    def backward(self, plan: Layout) -> Kernels:
+    def emit_backward(self, k: Emitter, plan: Layout) -> None:
         dx, end = self.needed_dx, self.sum
         tensors = (dx, end.dy, end.y) if end.rectifies_dy else (dx, end.dy)
 
-        def add(k: Emitter, places: list[Pointer]) -> ir.Value:
-            value = k.load(places[1])
-            if end.rectifies_dy:
-                value = k.where_positive(k.load(places[2]), value)
+        def add(places: list[Pointer]) -> ir.Value:
+            value = k.finish(k.load(places[1]), positive=places[2] if end.rectifies_dy else None)
             return k.add(k.load(places[0]), value)
 
         if end.step:
             steps = [*zip(tensors, (end.step, 1, 1), strict=False), (dx, end.step)]
-            return [("backward", lambda k: _each_nth(k, steps, (0, self.shape[2]), add))]
-        return [("backward", lambda k: _each(k, (*tensors, dx), add))]
+            _each_nth(k, steps, (0, self.shape[2]), add)
+        else:
+            _each(k, (*tensors, dx), add)
 
 
 class Sum(Node[Tensor, Tensor]):
@@ -90,28 +89,27 @@ class Sum(Node[Tensor, Tensor]):
         each = passes(math.prod(self.shape), 3, target, images, 3)
         return {"forward": each, "backward": each}
 
-    def forward(self, plan: Layout) -> Kernels:
-        def add(k: Emitter, places: list[Pointer]) -> ir.Value:
+    def emit_forward(self, k: Emitter, plan: Layout) -> None:
+        def add(places: list[Pointer]) -> ir.Value:
             value = k.add(k.load(places[0]), k.load(places[1])) if len(places) > 1 else k.load(places[0])
             return k.rectify(value) if self.rectify else value
 
-        def pad(k: Emitter) -> None:
-            x, y, channels = (self.x, 1), (self.y, 1), self.split.shape[2]
-            _each_nth(k, (x, (self.split.x, self.step), y), (0, channels), add)
-            if self.shape[2] > channels:
-                _each_nth(k, (x, y), (channels, self.shape[2] - channels), add)
+        if not self.step:
+            _each(k, (self.x, self.split.x, self.y), add)
+            return
+        x, y, channels = (self.x, 1), (self.y, 1), self.split.shape[2]
+        _each_nth(k, (x, (self.split.x, self.step), y), (0, channels), add)
+        if self.shape[2] > channels:
+            _each_nth(k, (x, y), (channels, self.shape[2] - channels), add)
 
-        return [("forward", pad if self.step else lambda k: _each(k, (self.x, self.split.x, self.y), add))]
-
-    def backward(self, plan: Layout) -> Kernels:
-        y = self.y if self.rectifies_dy else None
-        return [("backward", lambda k: copy_gradient(k, y, self.dy, self.needed_dx))]
+    def emit_backward(self, k: Emitter, plan: Layout) -> None:
+        copy_gradient(k, self.y if self.rectifies_dy else None, self.dy, self.needed_dx)
 
 
 def _each(k: Emitter, tensors: Sequence[Tensor], function: Function) -> None:
-    """Fill the last tensor with function(k, addresses in the others), vector by vector."""
+    """Fill the last tensor with function(addresses in the others), vector by vector."""
     for (*places, place), valid in vectors(k, *tensors):
-        k.store_part(function(k, places), place, valid)
+        k.store_part(function(places), place, valid)
 
 
 def _each_nth(k: Emitter, tensors: Sequence[tuple[Tensor, int]], channels: tuple[int, int], function: Function) -> None:
@@ -122,4 +120,4 @@ def _each_nth(k: Emitter, tensors: Sequence[tuple[Tensor, int]], channels: tuple
         pixels = [tensor.pixel(k, n, *(k.builder.mul(i, INDEX(step)) for i in (p, q))) for tensor, step in tensors]
         for v, valid in k.vectors(count * lanes):
             *places, place = ((pixel + first * lanes).at(v, k.lanes) for pixel in pixels)
-            k.store_part(function(k, places), place, valid)
+            k.store_part(function(places), place, valid)

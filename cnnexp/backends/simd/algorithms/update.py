@@ -55,9 +55,8 @@ def fetch(k: Emitter) -> None:
 
     As many lines at once as a core can wait for, where the kernels that read them would wait for a few each time.
     """
-    parameters, *_ = k.buffers
     with k.loop(k.groups(LINE_FLOATS)) as i:
-        k.prefetch(parameters.at(i, LINE_FLOATS))
+        k.prefetch(k.parameters.at(i, LINE_FLOATS))
 
 
 def own_arena(k: Emitter, stride: int) -> Pointer:

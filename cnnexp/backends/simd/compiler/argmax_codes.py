@@ -29,11 +29,6 @@ def available(target: Target) -> bool:
     return target.lanes == LANES and target.has(intrinsics.PICK_8) and target.has(intrinsics.PACK_8)
 
 
-def words(vectors: int) -> int:
-    """Return the 32-bit words that the codes of so many vectors take."""
-    return -(-vectors // 2)
-
-
 def maximum(k: Emitter, window: Sequence[ir.Value]) -> tuple[ir.Value, tuple[ir.Value, ir.Value]]:
     """Return the largest of four, lane by lane, and two vectors whose signs say which: the first as large.
 
@@ -78,6 +73,5 @@ def load_codes(k: Emitter, word: Pointer, by: ir.Value) -> ir.Value:
 def pick(k: Emitter, pixels: Pointer, codes: ir.Value) -> ir.Value:
     """Return, lane by lane, the pixel out of four in memory that the code says."""
     four = k.load(pixels, PIXELS)
-    twice = ir.Constant(k.indices, [INT(lane % PIXELS) for lane in range(LANES)])
-    both = k.builder.shuffle_vector(four, four, twice)
+    both = k.shuffle(four, four, [lane % PIXELS for lane in range(LANES)])
     return intrinsics.call(k.builder, k.target.features, intrinsics.PICK_8, k.vector, [both, codes])

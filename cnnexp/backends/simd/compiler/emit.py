@@ -66,10 +66,14 @@ class Target:
 
 
 def chunks(total: int, most: int) -> list[tuple[int, int, int]]:
-    """Split `total` into runs of equal chunks of at most `most`: (first, size of a chunk, number of chunks)."""
-    size = -(-total // -(-total // most))
+    """As `chunks_of`, of at most `most`, and as equal as can be."""
+    return chunks_of(total, -(-total // -(-total // most)))
+
+
+def chunks_of(total: int, size: int) -> list[tuple[int, int, int]]:
+    """Split `total` into chunks of `size` and one rest: (first, size of a chunk, number of chunks)."""
     whole, rest = divmod(total, size)
-    return [(0, size, whole)] + ([(whole * size, rest, 1)] if rest else [])
+    return ([(0, size, whole)] if whole else []) + ([(whole * size, rest, 1)] if rest else [])
 
 
 class Offset(int):
@@ -131,10 +135,9 @@ class Emitter:
     Attributes:
         buffers: the arrays it works on; `parameters`, `gradients` and `arena` are the names of the first three in most
             kernels.
-        count: images in the tile, at run time.
-        index: what `call` passes on, at run time.
-        target: lanes and registers of the CPU.
-        offsets: those in use so far.
+        count: images in the tile, at run time. index: what `call` passes on, at run time.
+        target: lanes and registers of the CPU. offsets: those in use so far.
+        add, subtract, multiply, select: the builder's, of vectors as well as numbers.
     """
 
     def __init__(self, function: ir.Function, target: Target, offsets: Offsets) -> None:
@@ -147,6 +150,8 @@ class Emitter:
         self.vector = ir.VectorType(FLOAT, target.lanes)
         self.indices = ir.VectorType(INT, target.lanes)
         self.bytes = ir.VectorType(BYTE, target.lanes)
+        self.add, self.subtract, self.multiply = self.builder.fadd, self.builder.fsub, self.builder.fmul
+        self.select = self.builder.select
 
     def place(self, base: ir.Value, offset: Offset) -> ir.Value:
         """Return the address so far from a base; below 0, from the end of `Arena.scratch`."""
@@ -251,13 +256,13 @@ class Emitter:
         return [[first + (i * row + v * self.lanes) for v in range(vectors)] for i in range(rows)]
 
     @contextmanager
-    def sums(self, places: list[list[Pointer]]) -> Iterator[list[list[Variable]]]:
+    def sums(self, places: list[list[Pointer]]) -> Iterator[Sums]:
         """Keep the vectors at `places`, row by row, in registers while the block adds to them."""
         totals = [[self.variable(self.load(place)) for place in row] for row in places]
         yield totals
         self.store_all(totals, places)
 
-    def store_all(self, totals: list[list[Variable]], places: list[list[Pointer]]) -> None:
+    def store_all(self, totals: Sums, places: list[list[Pointer]]) -> None:
         """Store sums, row by row."""
         for total_row, place_row in zip(totals, places, strict=True):
             for total, place in zip(total_row, place_row, strict=True):
@@ -276,8 +281,7 @@ class Emitter:
         """Load the first `count` lanes, and perhaps more, over and over: it crosses fewer cache lines."""
         width = min(self.lanes, max(4, 1 << (count - 1).bit_length()))
         part = self.load(pointer, width)
-        lanes = [INT(i % width) for i in range(self.lanes)]
-        return self.builder.shuffle_vector(part, part, ir.Constant(self.indices, lanes))
+        return self.shuffle(part, part, [i % width for i in range(self.lanes)])
 
     def store(self, value: ir.Value, pointer: Pointer) -> None:
         self.builder.store(value, pointer.value(value.type), align=4)
@@ -306,8 +310,7 @@ class Emitter:
         first = 0
         while count - first:
             width = 1 << ((count - first).bit_length() - 1)
-            lanes = ir.Constant(ir.VectorType(INT, width), [INT(first + i) for i in range(width)])
-            part = value if width == self.lanes else self.builder.shuffle_vector(value, value, lanes)
+            part = value if width == self.lanes else self.shuffle(value, value, range(first, first + width))
             self.store(part, pointer + first)
             first += width
 
@@ -339,6 +342,10 @@ class Emitter:
         single = self.builder.insert_element(empty, scalar, INT(0))
         return self.builder.shuffle_vector(single, single, ir.Constant(ir.VectorType(INT, width), None))
 
+    def shuffle(self, a: ir.Value, b: ir.Value, lanes: Sequence[int]) -> ir.Value:
+        """Return lanes of two vectors, those of the second counted on from the first's."""
+        return self.builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(INT, len(lanes)), [*map(INT, lanes)]))
+
     def splat(self, pointer: Pointer) -> ir.Value:
         """Load one float into every lane."""
         return self.spread(self.load_float(pointer))
@@ -364,15 +371,6 @@ class Emitter:
     def accumulate(self, total: Variable, a: ir.Value, b: ir.Value) -> None:
         total.set(self.fma(a, b, total.get()))
 
-    def add(self, a: ir.Value, b: ir.Value) -> ir.Value:
-        return self.builder.fadd(a, b)
-
-    def subtract(self, a: ir.Value, b: ir.Value) -> ir.Value:
-        return self.builder.fsub(a, b)
-
-    def multiply(self, a: ir.Value, b: ir.Value) -> ir.Value:
-        return self.builder.fmul(a, b)
-
     def sqrt(self, x: ir.Value) -> ir.Value:
         return self._float_function("sqrt", x)
 
@@ -391,10 +389,6 @@ class Emitter:
     def where_positive(self, x: ir.Value, value: ir.Value) -> ir.Value:
         """Return `value` where x > 0, else 0."""
         return self.builder.select(self.builder.fcmp_ordered(">", x, self.zero()), value, self.zero())
-
-    def larger(self, a: ir.Value, b: ir.Value) -> ir.Value:
-        """Return a mask: where a > b, or either is NaN."""
-        return self.builder.fcmp_unordered(">", a, b)
 
     def larger_of(self, a: ir.Value, b: ir.Value) -> ir.Value:
         """Return a mask: where a > b, and neither is NaN; a choice by it between them is one instruction on x86."""
@@ -417,17 +411,12 @@ class Emitter:
         """Return a mask: where the integers `a` are `number`."""
         return self.builder.icmp_signed("==", a, self.integers(number))
 
-    def select(self, mask: ir.Value, yes: ir.Value, no: ir.Value) -> ir.Value:
-        return self.builder.select(mask, yes, no)
-
     def sum_lanes(self, x: ir.Value) -> ir.Value:
         """Return the sum of the lanes, added in halves."""
         width = self.lanes
         while width > 1:
             width //= 2
-            kind = ir.VectorType(INT, width)
-            halves = (ir.Constant(kind, [INT(first + i) for i in range(width)]) for first in (0, width))
-            x = self.builder.fadd(*[self.builder.shuffle_vector(x, x, half) for half in halves])
+            x = self.add(*[self.shuffle(x, x, range(first, first + width)) for first in (0, width)])
         return self.builder.extract_element(x, INT(0))
 
     def add_to(self, pointer: Pointer, scalar: ir.Value) -> None:
@@ -443,16 +432,13 @@ class Emitter:
         """Transpose `lanes` vectors of `lanes`: log2(lanes) rounds that exchange halves between pairs of rows."""
         span = self.lanes // 2
         while span:
-            low, high = [], []
-            for i in range(self.lanes):
-                low.append(INT(i if not i & span else i - span + self.lanes))
-                high.append(INT(i + span if not i & span else i + self.lanes))
+            low = [i + self.lanes - span if i & span else i for i in range(self.lanes)]
+            high = [lane + span for lane in low]
             swapped = list(rows)
             for i in range(self.lanes):
                 if not i & span:
                     pair = rows[i], rows[i + span]
-                    swapped[i] = self.builder.shuffle_vector(*pair, ir.Constant(self.indices, low))
-                    swapped[i + span] = self.builder.shuffle_vector(*pair, ir.Constant(self.indices, high))
+                    swapped[i], swapped[i + span] = (self.shuffle(*pair, lanes) for lanes in (low, high))
             rows, span = swapped, span // 2
         return rows
 
@@ -506,6 +492,7 @@ class Emitter:
         return intrinsics.call(self.builder, self.target.features, name, result, values)
 
 
+Sums = list[list[Variable]]  # of a register tile, row by row
 Emit = Callable[[Emitter], None]
 Kernels = list[tuple[str, Emit]]
 

@@ -25,14 +25,10 @@ def host_target() -> Target:
 
 def target_of(triple: str, listed: str) -> Target:
     """Return the widest vectors of a CPU, see `host`, and the registers that hold them; LLVM takes 4 lanes on any."""
-    features, known = set(listed.split(",")), intrinsics.known_features(triple, listed)
-    caches = cache_bytes(2), cache_bytes(1)
-    if "+avx512f" in features:
-        return Target(16, 32, known, *caches)
-    if "+avx" in features:
-        return Target(8, 16, known, *caches)
-    # NEON has 32 vector registers, SSE 16
-    return Target(4, 32 if triple.startswith(("aarch64", "arm64")) else 16, known, *caches)
+    features = listed.split(",")
+    lanes = 16 if "+avx512f" in features else 8 if "+avx" in features else 4
+    registers = 32 if lanes == 16 or triple.startswith(("aarch64", "arm64")) else 16  # AVX-512 and NEON have 32
+    return Target(lanes, registers, intrinsics.known_features(triple, listed), cache_bytes(2), cache_bytes(1))
 
 
 @functools.cache

@@ -30,8 +30,7 @@ class MachineCode:
     """A function that Numba has compiled.
 
     Attributes:
-        symbol: its name in the object file.
-        needs: the functions outside that it calls, libm's and the C library's.
+        symbol: its name in the object file. needs: the functions outside that it calls, libm's and the C library's.
     """
 
     symbol: str

@@ -31,8 +31,7 @@ class AdaptiveThreads:
     """Chooses by the clock between all threads and one.
 
     Args:
-        threads: how many there may be.
-        trials: whether another number than all may be tried.
+        threads: how many there may be. trials: whether another number than all may be tried.
 
     Attributes:
         size: how many threads work now, 1 or all.

@@ -32,19 +32,8 @@ def arguments_of(described: Described) -> dict[str, Array | None]:
     return arguments(Forward if described[3].forward_only else Call)
 
 
-def compile_program(key: str, described: Described) -> bytes:
-    """Return a program's machine code as the cache keeps it, compiled in a subprocess or, where that cannot be, here.
-
-    Args:
-        key: the program's, see `cache.program_key`.
-
-    Raises:
-        CompilerDied: the child did not live to answer.
-    """
-    return compile_in_subprocess(key, described) or compile_in_process(key, described)
-
-
 def compile_in_process(key: str, described: Described) -> bytes:
+    """Return a program's machine code as the cache keeps it, under a key: see `cache.program_key`."""
     from cnnexp.backends.simd.runtime.step import machine_code  # brings Numba
 
     network, loss, optimizer, target, groups, share = described
@@ -52,7 +41,11 @@ def compile_in_process(key: str, described: Described) -> bytes:
 
 
 def compile_in_subprocess(key: str, described: Described) -> bytes | None:
-    """Return the child's answer, None where it raised or could not be asked; `compile_in_process` then raises it."""
+    """Return the child's answer, None where it raised or could not be asked; `compile_in_process` then raises it.
+
+    Raises:
+        CompilerDied: the child did not live to answer.
+    """
     try:
         question = pickle.dumps((key, described))
     except (AttributeError, TypeError, pickle.PicklingError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import threading
 import time
@@ -9,7 +10,7 @@ import weakref
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import cast
+from typing import Any, NoReturn, cast
 
 import numpy as np
 
@@ -23,8 +24,8 @@ from cnnexp.backends.simd.compiler.native import Function, MachineCode, fields
 from cnnexp.backends.simd.general import Calls
 from cnnexp.backends.simd.layouts import aligned_zeros, round_up
 from cnnexp.backends.simd.lowering import Plan
+from cnnexp.backends.simd.runtime import compilation
 from cnnexp.backends.simd.runtime.adaptive_threads import AdaptiveThreads
-from cnnexp.backends.simd.runtime.compilation import Described, arguments_of, compile_program
 from cnnexp.backends.simd.runtime.thread_pool import Helpers, ThreadPool
 from cnnexp.backends.state import PendingAverages, complete
 from cnnexp.errors import DataError
@@ -59,8 +60,6 @@ FORWARD = cast("Mapping[str, Array]", arguments(Forward))  # asked for its array
 
 WAKING_CYCLES = 600_000
 """Cycles that a thread must have to do for it to be woken, some 150 us: it begins 50 to 100 us later."""
-
-ALONE = "a program of `Backend.forward_only` predicts and does not train"
 
 NO_SCORES = np.empty((0, 0), np.float32)
 
@@ -117,7 +116,9 @@ class SimdProgram(Program[LoadedSplit]):
         self._flags = np.zeros(threads * LINE, np.int64)
         self._counts = np.zeros((threads, round_up(2 + len(self._arenas), LINE)), np.int64)
         self._running = aligned_zeros((network.running_count + target.lanes,))
-        self.pending: PendingAverages = PendingAverages(network, lambda: self._averages.copy(), self._set_averages)
+        self._averages = self._running[: network.running_count]
+        write = functools.partial(np.copyto, self._averages)
+        self.pending: PendingAverages = PendingAverages(network, self._averages.copy, write)
         self._step, self._seed = 0, 0
         self._drawing = [node.name for node in plan.dropouts]
         self._clocks = plan.clocks
@@ -204,7 +205,7 @@ class SimdProgram(Program[LoadedSplit]):
             target[...] = 0  # also what rounds up the parameters, which a lost run may have left as NaN
             self._layout.pack(whole[name], target)
         if self.network.running:
-            self._set_averages(whole["running"])
+            self._averages[...] = whole["running"]
         self._step, self._seed = int(whole["step"]), int(whole.get("seed", 0))
         self.pending.drop()
 
@@ -214,19 +215,11 @@ class SimdProgram(Program[LoadedSplit]):
             return []
         (began_s, began), (ended_s, ended) = self._readings
         tick_s = (ended_s - began_s) / (ended - began) / len(self._gradients)
-        return [
-            (part, int(ticks) * tick_s) for part, ticks in zip(self._clocks.parts, self._ticks, strict=True) if ticks
-        ]
+        parts = zip(self._clocks.parts, self._ticks, strict=True)
+        return [(part, int(ticks) * tick_s) for part, ticks in parts if ticks]
 
     def close(self) -> None:
         self._pool.close()
-
-    @property
-    def _averages(self) -> np.ndarray:
-        return self._running[: self.network.running_count]
-
-    def _set_averages(self, averages: np.ndarray) -> None:
-        self._averages[...] = averages
 
     def _run(
         self,
@@ -353,14 +346,10 @@ class ForwardProgram(Program[LoadedSplit]):
     def explain(self) -> list[Part]:
         return self._rows
 
-    def train(self, handle: LoadedSplit, order: np.ndarray, rate: Rate) -> Totals:
-        raise TypeError(ALONE)
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        raise TypeError("a program of `Backend.forward_only` predicts and does not train")
 
-    def gradients(self, handle: LoadedSplit, indices: np.ndarray) -> tuple[Totals, np.ndarray]:
-        raise TypeError(ALONE)
-
-    def apply(self, gradient: np.ndarray, rate: float) -> None:
-        raise TypeError(ALONE)
+    train = gradients = apply = _refuse
 
     def close(self) -> None:
         self._helpers.close()
@@ -380,15 +369,15 @@ _ready: dict[str, Function] = {}
 """What this process has compiled or loaded, by `program_key`."""
 
 
-def _function(described: Described) -> Function:
+def _function(described: compilation.Described) -> Function:
     """Return the compiled function of a program."""
-    wanted = arguments_of(described)
+    wanted = compilation.arguments_of(described)
     key = program_key(wanted, described)
     if key not in _ready:
         _ready[key] = load_or_make(
             key,
             lambda payload: Function(MachineCode.of_bytes(payload), list(wanted.values())),
-            lambda: compile_program(key, described),
+            lambda: compilation.compile_in_subprocess(key, described) or compilation.compile_in_process(key, described),
         )
     return _ready[key]
 

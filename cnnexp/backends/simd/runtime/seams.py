@@ -54,8 +54,7 @@ def make_batch(plan: Plan, begin: Callable, finish: Callable, compiled: Callable
     """Return what takes a thread's shares of a batch through a network with seams, in training.
 
     Args:
-        begin: brings a tile's images into its arena. finish: takes its loss.
-        library: of the kernels, see `compose`.
+        begin: brings a tile's images into its arena. finish: takes its loss. library: of the kernels, see `compose`.
     """
     names = [seam.kernel for seam in plan.seams]
     (ahead, left), (back, left_back) = cut(plan.forward, names), cut(plan.backward, names)

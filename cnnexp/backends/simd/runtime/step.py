@@ -24,7 +24,7 @@ from numba.np.numpy_support import from_dtype
 from cnnexp.backends.cache import host
 from cnnexp.backends.simd.algorithms import update
 from cnnexp.backends.simd.compiler.compose import compose, emitted
-from cnnexp.backends.simd.compiler.entry import APPLY, GRADIENTS, PREDICT, TRAIN, Array, Call, Forward, arguments
+from cnnexp.backends.simd.compiler.entry import APPLY, GRADIENTS, PREDICT, TRAIN, Call, Forward, arguments
 from cnnexp.backends.simd.compiler.host import host_target
 from cnnexp.backends.simd.compiler.intrinsics import LOAD_CONTROL, STORE_CONTROL, call
 from cnnexp.backends.simd.compiler.native import MachineCode, add_packed
@@ -250,14 +250,12 @@ def machine_code(plan: Plan, loss: Loss, optimizer: Optimizer, key: str) -> Mach
     return MachineCode.linked(symbol, bitcode, str(library))
 
 
-def _type(argument: Array | None) -> types.Type:
-    if argument is None:
-        return int64
-    return types.Array(from_dtype(np.dtype(argument.kind)), argument.dimensions, "C", readonly=not argument.written)
-
-
 def _signature(call: type[Call | Forward]) -> types.Type:
-    return types.void(types.NamedTuple([_type(argument) for argument in arguments(call).values()], call))
+    kinds = [
+        types.Array(from_dtype(np.dtype(a.kind)), a.dimensions, "C", readonly=not a.written) if a else int64
+        for a in arguments(call).values()
+    ]
+    return types.void(types.NamedTuple(kinds, call))
 
 
 def _compiler(key: str) -> Callable:

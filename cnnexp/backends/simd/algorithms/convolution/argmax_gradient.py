@@ -47,30 +47,25 @@ class EventList:
             yield k.load_float(self.values.at(event)), k.builder.sext(k.load_int(self.places.at(event)), INDEX)
 
     def follow(
-        self,
-        k: Emitter,
-        parts: list[tuple[int, int]],
-        operands: tuple[Pointer, Pointer],
-        weights: list[Pointer],
-        gradients: list[Pointer],
+        self, k: Emitter, parts: list[tuple[int, int, Pointer, Pointer]], operands: tuple[Pointer, Pointer]
     ) -> None:
         """Add every event's part to dx and to the gradient of the weights.
 
         Args:
-            parts: of a patch that are followed at once, (where it begins, its floats), a vector each.
-            operands: x and dx. weights, gradients: of each part.
+            parts: of a patch that are followed at once, a vector each: where it begins, its floats, and where its
+                weights and their gradient lie.
+            operands: x and dx.
         """
-        widths = [width for _, width in parts]
-        loaded = [k.load(weight, width) for weight, width in zip(weights, widths, strict=True)]
-        totals = [k.variable(k.load(gradient, width)) for gradient, width in zip(gradients, widths, strict=True)]
+        weights = [k.load(place, width) for _, width, place, _ in parts]
+        totals = [k.variable(k.load(place, width)) for _, width, _, place in parts]
         with self.each(k) as (value, patch):
             x, dx = (operand.at(patch) for operand in operands)
-            factors = {width: k.spread(value, width) for width in dict.fromkeys(widths)}
-            for weight, total, (at, width) in zip(loaded, totals, parts, strict=True):
+            factors = {width: k.spread(value, width) for width in dict.fromkeys(width for _, width, *_ in parts)}
+            for weight, total, (at, width, *_) in zip(weights, totals, parts, strict=True):
                 k.accumulate(total, factors[width], k.load(x + at, width))
                 k.store(k.fma(factors[width], weight, k.load(dx + at, width)), dx + at)
-        for total, gradient in zip(totals, gradients, strict=True):
-            k.store(total.get(), gradient)
+        for total, (*_, place) in zip(totals, parts, strict=True):
+            k.store(total.get(), place)
 
 
 class EventLists:

@@ -11,7 +11,7 @@ from typing import ClassVar, Generic, Self, TypeVar, cast
 
 from llvmlite import ir
 
-from cnnexp.backends.parts import BACKWARD, FOLLOWED, FORWARD
+from cnnexp.backends.parts import BACKWARD, FORWARD
 from cnnexp.backends.simd.algorithms.elementwise import copy_gradient
 from cnnexp.backends.simd.algorithms.node import Node, Section
 from cnnexp.backends.simd.compiler.emit import INDEX, Emitter, Kernels, Pointer
@@ -142,8 +142,6 @@ class ConvolutionNode(Node[Pixels, Pixels]):
 
     trains = rectifies_dx = True
     stage: ConvStage
-    argmax: ClassVar[bool] = False
-    """Whether the backward pass follows each window's maximum and leaves out the rest."""
     any_taps: ClassVar[bool] = False
     """Whether it computes groups and dilation."""
 
@@ -156,35 +154,22 @@ class ConvolutionNode(Node[Pixels, Pixels]):
         super().__init__(stage.name, (pool or stage).output_shape)
         self.stage, self.rectify, self.pool = stage, rectify, pool
         self.keeps_y = rectify or pool is not None
+        self.window = pool.window.size**2 if pool else 1
+        """Pixels of the convolution in each cell of the output."""
+        self.run = stage.layer.kernel * stage.input_shape[2]
+        """Floats of a kernel row."""
+        self.seen = min(1.0, ((stage.output_shape[0] - 1) * stage.layer.stride + 1) / stage.input_shape[0])
+        """Part of the input's rows that the rows of the output, put apart by the stride, reach from first to last."""
 
     @classmethod
     def of(cls, sections: Sequence[Section], first: bool) -> Self | None:
         stage, pool = sections[0].stage, sections[0].pool
-        if (
-            not isinstance(stage, ConvStage)
-            or not (stage.dense or cls.any_taps)
-            or (cls.argmax and not (pool and pool.window.size > 1))
-        ):
+        if not isinstance(stage, ConvStage) or not (stage.dense or cls.any_taps):
             return None
-        return cls(stage, sections[0].rectify, pool)
-
-    @property
-    def window(self) -> int:
-        """Pixels of the convolution in each cell of the output."""
-        return self.pool.window.size**2 if self.pool else 1
-
-    @property
-    def _run(self) -> int:
-        """Floats of a kernel row."""
-        return self.stage.layer.kernel * self.stage.input_shape[2]
-
-    @property
-    def seen(self) -> float:
-        """Part of the input's rows that the rows of the output, put apart by the stride, reach from first to last."""
-        return min(1.0, ((self.stage.output_shape[0] - 1) * self.stage.layer.stride + 1) / self.stage.input_shape[0])
+        return None if cls.follows and not (pool and pool.window.size > 1) else cls(stage, sections[0].rectify, pool)
 
     def may_follow(self, needs_dx: bool) -> bool:
-        return needs_dx or not self.argmax
+        return needs_dx or not self.follows
 
     def input_halo(self) -> Halo:
         return Halo(*self.stage.window.pads)
@@ -218,6 +203,8 @@ class ConvolutionNode(Node[Pixels, Pixels]):
             self.d = cast(Pixels, make(self.stage.output_shape, halo))
 
     def backward(self, plan: Layout) -> Kernels:
+        if self.follows:
+            return super().backward(plan)
         kernels: Kernels = []
         if windows := self.windows:
             kernels.append(("unpool", lambda k: unpool(k, windows, self.y, self.dy, self.d, self.rectifies_dy)))
@@ -236,16 +223,13 @@ class ConvolutionNode(Node[Pixels, Pixels]):
         raise NotImplementedError
 
     def in_lanes(self, what: str, kernel: str) -> str:
-        return "weights" if self.argmax and what == BACKWARD else self.holds
+        return "weights" if self.follows and what == BACKWARD else self.holds
 
     def computed(self, what: str) -> Fraction:
         cells, outputs = math.prod(self.shape[:2]), math.prod(self.stage.output_shape[:2])
-        if self.argmax and what == BACKWARD:
+        if self.follows and what == BACKWARD:
             return Fraction(cells, outputs)
         return Fraction(cells * self.window if what == FORWARD else outputs, outputs)
-
-    def fewer(self, what: str) -> str:
-        return FOLLOWED if self.argmax and what == BACKWARD else ""
 
 
 def unpool(k: Emitter, windows: Windows, y: Tensor, dy: Tensor, d: Tensor, rectified: bool) -> None:
@@ -258,7 +242,7 @@ def unpool(k: Emitter, windows: Windows, y: Tensor, dy: Tensor, d: Tensor, recti
             if rectified:
                 value = k.where_positive(k.load(y.pixel(k, n, u, v).at(f, k.lanes)), value)
             where = k.load_bytes(windows.argmax.pixel(k, n, u, v).at(f, k.lanes // 4))
-            corner = d.image(k, n).at(u, windows.stride * step * d.row).at(v, windows.stride * step * d.column)
+            corner = d.pixel(k, n, 0, 0).at(u, windows.stride * step * d.row).at(v, windows.stride * step * d.column)
             corner = corner.at(f, k.lanes)
             for code, (i, j) in enumerate(itertools.product(range(windows.size), repeat=2)):
                 here = k.select(k.equal(where, code), value, k.zero())

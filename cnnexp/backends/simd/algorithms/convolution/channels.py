@@ -31,9 +31,9 @@ from cnnexp.backends.simd.algorithms.convolution.base import (
     rows_inside,
     seen_by,
 )
-from cnnexp.backends.simd.algorithms.cost import Work, passes, product_gradient, product_sums, total
+from cnnexp.backends.simd.algorithms.cost import Work, passes, product_gradient, product_sums
 from cnnexp.backends.simd.algorithms.linear.product import Panel, Panels, Steps, add_products, choose_tile, most_height
-from cnnexp.backends.simd.compiler.emit import INDEX, Emitter, Kernels, Pointer, Target
+from cnnexp.backends.simd.compiler.emit import INDEX, Emitter, Pointer, Target
 from cnnexp.backends.simd.layouts import NHWC, Layout
 
 CACHED_PART = (3, 4)
@@ -73,8 +73,9 @@ class Channels(ConvolutionNode[NHWC]):
                 for p, q in itertools.product(seen_by(self.stage, 0), seen_by(self.stage, 1))
             ]
             packing = (math.log2(target.lanes) + 2) * kernel * run * filters / target.lanes / images
-            macs, largest = sum(part.macs for part in sums), max(sums, key=lambda part: part.macs)
-            found["backward_input"] = Work(macs * self.seen, total(sums) * self.seen + packing, largest.tile)
+            macs, cycles = sum(part.macs for part in sums), sum(part.cycles for part in sums)
+            tile = max(sums, key=lambda part: part.macs).tile
+            found["backward_input"] = Work(macs * self.seen, cycles * self.seen + packing, tile)
         return found
 
     def forward_work(self, target: Target, images: int) -> Work:
@@ -117,14 +118,20 @@ class Channels(ConvolutionNode[NHWC]):
             x=self.x, stride=layer.stride, y=self.y, rectify=self.rectify, windows=self.windows,
         )  # fmt: skip
 
-    def forward(self, plan: Layout) -> Kernels:
-        return [("forward", lambda k: self.conv2d(k, self.sum, *plan.parameters.of(self.stage, k.parameters)))]
+    def emit_forward(self, k: Emitter, plan: Layout) -> None:
+        self.conv2d(k, self.sum, *plan.parameters.of(self.stage, k.parameters))
 
     def conv2d(self, k: Emitter, conv: Sum, weights: Pointer, bias: Pointer | None) -> None:
         conv2d(k, conv, weights, bias)
 
     def backward_weights(self, k: Emitter, plan: Layout) -> None:
-        conv2d_backward_weights(k, self.sum, self.d, *plan.parameters.of(self.stage, k.gradients))
+        dw, db = plan.parameters.of(self.stage, k.gradients)
+        self.conv2d_backward_weights(k, dw)
+        if db is not None:
+            conv2d_backward_bias(k, self.sum.panels, self.d, db)
+
+    def conv2d_backward_weights(self, k: Emitter, dw: Pointer) -> None:
+        conv2d_backward_weights(k, self.sum, self.d, dw)
 
     def backward_input(self, k: Emitter, plan: Layout) -> None:
         weights, _ = plan.parameters.of(self.stage, k.parameters)
@@ -154,9 +161,8 @@ class Channels(ConvolutionNode[NHWC]):
                     corner = corner.at(k.builder.mul(other.vector, INDEX(k.lanes)), unit)
                     place = other.at(packed).at(a, len(columns) * filters * other_unit).at(b, filters * other_unit)
                     place = place.at(k.builder.mul(panel.vector, INDEX(k.lanes)), other_unit)
-                    for (vector, valid), (part, inside) in itertools.product(
-                        enumerate(panel.valid), enumerate(other.valid)
-                    ):
+                    blocks = itertools.product(enumerate(panel.valid), enumerate(other.valid))
+                    for (vector, valid), (part, inside) in blocks:
                         block = corner + (part * k.lanes * unit + vector * k.lanes)
                         # a block: filters from the lanes to the rows
                         lines = [k.load(block + i * unit) if i < inside else k.zero() for i in range(k.lanes)]
@@ -252,8 +258,8 @@ def pieces(conv: Sum, d: NHWC, cache: int) -> tuple[int, int]:
     return (max(1, held // (4 * (conv.x.stride + d.stride))), rows) if most >= rows else (1, most)
 
 
-def conv2d_backward_weights(k: Emitter, conv: Sum, d: NHWC, dw: Pointer, db: Pointer | None) -> None:
-    """dw[r, f] += sum over pixels of x * d, packed as the weights; db likewise.
+def conv2d_backward_weights(k: Emitter, conv: Sum, d: NHWC, dw: Pointer) -> None:
+    """dw[r, f] += sum over pixels of x * d, packed as the weights.
 
     By pieces of x and d that stay in L1 while all tiles of dw go over them.
 
@@ -274,30 +280,21 @@ def conv2d_backward_weights(k: Emitter, conv: Sum, d: NHWC, dw: Pointer, db: Poi
                 for i, _, r, height in k.tiles((conv.kernel[0], 1), (run, most)):
                     target = panel.at(dw).at(i, run * panel.unit).at(r, panel.unit)
                     # the piece's part of the sums
-                    with (
-                        k.sums(k.grid(target, height, panel.unit, panel.width)) as totals,
-                        k.loop(last, start=first) as n,
-                    ):
+                    places = k.grid(target, height, panel.unit, panel.width)
+                    with k.sums(places) as totals, k.loop(last, start=first) as n:
                         corner = conv.corner(k, n).at(p, conv.stride * x.row).at(i, x.row).at(r)
                         gradient = panel.outputs(d.pixel(k, n, p, INDEX(0)))
                         add_products(k, totals, corner, range(height), gradient, steps, panel.valid)
-    if db is not None:
-        conv2d_backward_bias(k, panels, d, db)
 
 
 def conv2d_backward_bias(k: Emitter, panels: Panels, d: NHWC, db: Pointer) -> None:
     """db += the sum of d over pixels."""
     rows, columns, _ = d.shape
     for panel in panels.each(k):
-        target = panel.outputs(db)
-        with (
-            k.sums(k.grid(target, 1, 0, panel.width)) as totals,
-            k.loop(k.count) as n,
-            k.loop(rows) as p,
-            k.loop(columns) as q,
-        ):
+        places = k.grid(panel.outputs(db), 1, 0, panel.width)
+        with k.sums(places) as [totals], k.loop(k.count) as n, k.loop(rows) as p, k.loop(columns) as q:
             at = panel.outputs(d.pixel(k, n, p, q))
-            for v, (total, valid) in enumerate(zip(totals[0], panel.valid, strict=True)):
+            for v, (total, valid) in enumerate(zip(totals, panel.valid, strict=True)):
                 k.increase(total, k.load_part(at + v * k.lanes, valid))
 
 

@@ -21,7 +21,7 @@ from cnnexp.backends.simd.algorithms.convolution.argmax_gradient import EventLis
 from cnnexp.backends.simd.algorithms.convolution.channels import Channels
 from cnnexp.backends.simd.algorithms.cost import Work, events, passes
 from cnnexp.backends.simd.algorithms.elementwise import pass_gradient
-from cnnexp.backends.simd.compiler.emit import INDEX, Emitter, Kernels, Pointer, Target, chunks
+from cnnexp.backends.simd.compiler.emit import INDEX, Emitter, Pointer, Target, chunks
 from cnnexp.backends.simd.layouts import Layout, round_up, vectors_of
 
 BLOCK = 16
@@ -38,7 +38,7 @@ class ChannelsArgmax(Channels):
     """
 
     algorithm = "channels-argmax"
-    argmax = True
+    follows = True
 
     def work(self, target: Target, images: int, needs_dx: bool) -> dict[str, Work]:
         (height, width, channels), filters = self.stage.input_shape, self.stage.layer.filters
@@ -64,18 +64,14 @@ class ChannelsArgmax(Channels):
         order = spread_out(blocks, 1 + -(-conv.kernel[1] // (windows.stride * conv.stride)))
         self.events = EventLists(arena, self, windows, conv.x, conv.stride, order, size)
         packed = conv.kernel[0] * round_up(conv.panels.outputs, lanes) * self._row(lanes)
-        self.dx_sums, self.packed, self.gradients = (
-            arena.allocate(floats) for floats in (conv.x.stride, packed, packed)
-        )
+        self.dx_sums = arena.allocate(conv.x.stride)
+        self.packed, self.gradients = arena.allocate(packed), arena.allocate(packed)
 
     def _row(self, lanes: int) -> int:
         """Floats from one packed kernel row to the next."""
-        return round_up(self._run, lanes)
+        return round_up(self.run, lanes)
 
-    def backward(self, plan: Layout) -> Kernels:
-        return [("backward", lambda k: self._backward(k, plan))]
-
-    def _backward(self, k: Emitter, plan: Layout) -> None:
+    def emit_backward(self, k: Emitter, plan: Layout) -> None:
         """dw, db += the gradient, packed as the weights; dx = the gradient."""
         (weights, _), (dw, db) = (plan.parameters.of(self.stage, at) for at in (k.parameters, k.gradients))
         conv, cells, size = self.sum, self.sum.counts[0] * self.sum.counts[1], block_cells(k.lanes)
@@ -110,15 +106,13 @@ class ChannelsArgmax(Channels):
                 )
                 operands = x.at(i, conv.x.row).at(at), sums.at(i, conv.x.row).at(at)
                 # its events of this block
-                starts = [v * k.lanes for v in range(width)]
-                self.events.of(k, f).follow(
-                    k, [(start, k.lanes) for start in starts], operands,
-                    [packed + start for start in starts], [gradient + start for start in starts],
-                )  # fmt: skip
+                starts = range(0, width * k.lanes, k.lanes)
+                parts = [(start, k.lanes, packed + start, gradient + start) for start in starts]
+                self.events.of(k, f).follow(k, parts, operands)
 
     def _turn(self, k: Emitter, panelled: Pointer, packed: Pointer, back: bool) -> None:
         """packed[i, f, j] = panelled[(i, j), f], what rounds up a run 0; or, back, add the former to the latter."""
-        panels, run, row = self.sum.panels, self._run, self._row(k.lanes)
+        panels, run, row = self.sum.panels, self.run, self._row(k.lanes)
         # a panel of filters, a kernel row of it, blocks of lanes x lanes, transposed there or back
         for panel in panels.each(k):
             unit = panel.unit

@@ -25,7 +25,7 @@ from llvmlite import ir
 from cnnexp.backends.simd.algorithms.convolution.base import ConvolutionNode, Phase, seen_by
 from cnnexp.backends.simd.algorithms.cost import Work, bring, passes
 from cnnexp.backends.simd.algorithms.node import Section
-from cnnexp.backends.simd.compiler.emit import INDEX, Emitter, Kernels, Pointer, Target, chunks
+from cnnexp.backends.simd.compiler.emit import INDEX, Emitter, Pointer, Target, chunks
 from cnnexp.backends.simd.layouts import NHWC, Layout, padded_rows, round_up
 from cnnexp.network import ConvStage
 
@@ -67,17 +67,14 @@ class Depthwise(ConvolutionNode[NHWC]):
         plan.parameters.place(self.stage.weight, taps * self.row, views)
         plan.parameters.place_plain(self.stage.bias)
 
-    def forward(self, plan: Layout) -> Kernels:
-        def run(k: Emitter) -> None:
-            weights, bias = plan.parameters.of(self.stage, k.parameters)
+    def emit_forward(self, k: Emitter, plan: Layout) -> None:
+        weights, bias = plan.parameters.of(self.stage, k.parameters)
 
-            def finish(value: ir.Value, channel: ir.Value, _: Place) -> ir.Value:
-                return k.finish(value, None if bias is None else k.load(bias.at(channel)), self.rectify)
+        def finish(value: ir.Value, channel: ir.Value, _: Place) -> ir.Value:
+            return k.finish(value, None if bias is None else k.load(bias.at(channel)), self.rectify)
 
-            phases = forward(self.stage, 0), forward(self.stage, 1)
-            add_taps(k, (self.x, self.y), phases, self._tap(weights), finish)
-
-        return [("forward", run)]
+        phases = forward(self.stage, 0), forward(self.stage, 1)
+        add_taps(k, (self.x, self.y), phases, self._tap(weights), finish)
 
     def _tap(self, weights: Pointer) -> Tap:
         return lambda i, j: weights + (i * self.stage.layer.kernel + j) * self.row
@@ -134,18 +131,15 @@ Tap = Callable[[int, int], Pointer]
 Place = Callable[[NHWC], Pointer]
 """The address of the pixel that is made, in an image of the same shape."""
 
+Finish = Callable[[ir.Value, ir.Value, Place], ir.Value]
+"""Makes what is stored of a sum, the number of its channel, and its place."""
 
-def add_taps(
-    k: Emitter,
-    images: tuple[NHWC, NHWC],
-    phases: tuple[Phase, Phase],
-    tap: Tap,
-    finish: Callable[[ir.Value, ir.Value, Place], ir.Value],
-) -> None:
+
+def add_taps(k: Emitter, images: tuple[NHWC, NHWC], phases: tuple[Phase, Phase], tap: Tap, finish: Finish) -> None:
     """Fill the pixels of a phase down and one across with the sums of what the taps see.
 
     Args:
-        images: what is seen, and what is filled. finish: makes of a sum what is stored.
+        images: what is seen, and what is filled.
     """
     (x, y), (down, across) = images, phases
     # an image, a row, a tile of its pixels, a vector of them

@@ -36,13 +36,14 @@ from typing import Literal
 
 from llvmlite import ir
 
-from cnnexp.backends.parts import BACKWARD, FOLLOWED
+from cnnexp.backends.parts import BACKWARD
 from cnnexp.backends.simd.algorithms import cost
 from cnnexp.backends.simd.algorithms.cost import Work, passes
 from cnnexp.backends.simd.algorithms.elementwise import copy_gradient
+from cnnexp.backends.simd.algorithms.linear.product import Panels
 from cnnexp.backends.simd.algorithms.node import Node, Section
 from cnnexp.backends.simd.compiler import argmax_codes
-from cnnexp.backends.simd.compiler.emit import FLOAT, INDEX, INT, Emitter, Kernels, Pointer, Target, chunks
+from cnnexp.backends.simd.compiler.emit import FLOAT, INDEX, INT, Emitter, Kernels, Pointer, Target
 from cnnexp.backends.simd.layouts import NC, NHWC, Halo, Layout, padded_rows, round_up
 from cnnexp.network import ConvStage, PoolStage
 
@@ -131,34 +132,25 @@ class Filters(Node[NHWC, NC]):
     def prepare(self, plan: Layout) -> None:
         (rows, columns, _), lanes, terms = self.shape, plan.target.lanes, len(self.taps)
         self.vectors, self.gather = -(-self.filters // lanes), self.choose_gather(plan.target)
+        self.follows = self.gather != "window"
         views = functools.partial(padded_rows, rows=terms, row=self.vectors * lanes)
         plan.parameters.place(self.stage.weight, terms * self.vectors * lanes, views)
         plan.parameters.place_plain(self.stage.bias)
-        places = argmax_codes.words(self.vectors) if self.gather == "pick" else self.vectors * lanes // 4
+        # a word has the codes of two vectors, or the places of four lanes
+        places = -(-self.vectors // 2) if self.gather == "pick" else self.vectors * lanes // 4
         values = {"permute": self.side**2 * self.channels, "pick": argmax_codes.PIXELS * terms, "window": 0}
         self.cells = NHWC(self.y.offset, (rows, columns, self.pitch(lanes)), self.y.stride)
         self.places, self.patches = (
             plan.arena.nhwc((rows, columns, room)) for room in (places, round_up(values[self.gather], lanes))
         )
 
-    @property
-    def follows(self) -> bool:
-        """Whether the backward pass follows each window's maximum and leaves out the rest."""
-        return self.gather != "window"
-
     def computed(self, what: str) -> Fraction:
         window = 1 if self.follows and what == BACKWARD else self.size**2
         return Fraction(math.prod(self.shape[:2]) * window, math.prod(self.stage.output_shape[:2]))
 
-    def fewer(self, what: str) -> str:
-        return FOLLOWED if self.follows and what == BACKWARD else ""
-
-    def forward(self, plan: Layout) -> Kernels:
-        def run(k: Emitter) -> None:
-            with k.loop(self.shape[0]) as u:
-                self.conv2d_row(k, plan, u)
-
-        return [("forward", run)]
+    def emit_forward(self, k: Emitter, plan: Layout) -> None:
+        with k.loop(self.shape[0]) as u:
+            self.conv2d_row(k, plan, u)
 
     def backward(self, plan: Layout) -> Kernels:
         def run(k: Emitter) -> None:
@@ -209,21 +201,15 @@ class Filters(Node[NHWC, NC]):
                     # ReLU, and no lane past the last filter
                     for i, (value, _) in enumerate(found):
                         count = valid if i + 1 == vectors else k.lanes
-                        value = k.rectify(value) if self.rectify else value
-                        k.store_part(value, cell.at(f, k.lanes) + i * k.lanes, count)
+                        k.store_part(k.finish(value, rectify=self.rectify), cell.at(f, k.lanes) + i * k.lanes, count)
 
     def _blocks(self, most: int, lanes: int) -> list[tuple[int, int, int, int]]:
         """Return (first, size, times, lanes that count of the last vector) for blocks of at most so many vectors.
 
         Not all count where the next cell follows at once.
         """
-        blocks = [(*block, lanes) for block in chunks(self.vectors, most)]
-        last = self.filters - (self.vectors - 1) * lanes
-        if last == lanes or self.whole:
-            return blocks
-        first, size, times, _ = blocks.pop()
-        before = [(first, size, times - 1, lanes)] if times > 1 else []
-        return [*blocks, *before, (first + (times - 1) * size, size, 1, last)]
+        panels = Panels(len(self.taps), self.pitch(lanes), most, lanes)
+        return [(*kind, panels.valid(*kind)[-1]) for kind in panels.kinds]
 
     def _window_sums(
         self, k: Emitter, pixels: list[ir.Value], weights: Pointer, bias: Pointer | None, vectors: int
@@ -239,24 +225,20 @@ class Filters(Node[NHWC, NC]):
         return totals
 
     def _store_patch(self, k: Emitter, corner: Pointer, target: Pointer) -> None:
-        """Leave what the gradient needs of a patch."""
-        match self.gather:
-            case "permute":
-                for i, part in enumerate(self._gather_patch(k, corner)):
-                    k.store(part, target + i * k.lanes)
-            case "pick":
-                for i, tap in enumerate(self.taps):
-                    k.store(self._seen(k, corner, tap), target + i * argmax_codes.PIXELS)
-            case "window":
-                pass
+        """Leave what the gradient needs of a patch: nothing by `window`."""
+        if self.gather == "permute":
+            for i, part in enumerate(self._gather_patch(k, corner)):
+                k.store(part, target + i * k.lanes)
+        elif self.gather == "pick":
+            for i, tap in enumerate(self.taps):
+                k.store(self._seen(k, corner, tap), target + i * argmax_codes.PIXELS)
 
     def _seen(self, k: Emitter, corner: Pointer, tap: int) -> ir.Value:
         """Return what the four pixels of a window see through a tap."""
         places = [self.pixel(corner, tap + at) for at in self.corners]
         if self.corners[1] == 1:  # neighbours in memory
             above, below = (k.load(place, 2) for place in places[::2])
-            lanes = [INT(i) for i in range(argmax_codes.PIXELS)]
-            return k.builder.shuffle_vector(above, below, ir.Constant(ir.VectorType(INT, argmax_codes.PIXELS), lanes))
+            return k.shuffle(above, below, range(argmax_codes.PIXELS))
         four = ir.Constant(ir.VectorType(FLOAT, argmax_codes.PIXELS), ir.Undefined)
         for i, place in enumerate(places):
             four = k.builder.insert_element(four, k.load_float(place), INT(i))
@@ -270,10 +252,8 @@ class Filters(Node[NHWC, NC]):
             part = k.load(corner + (first * self.x.row + start - first * width))
             for i in range(first + 1, last + 1):
                 begin = i * width - start
-                lanes = [
-                    INT(k.lanes + lane - begin if begin <= lane < begin + width else lane) for lane in range(k.lanes)
-                ]
-                part = k.builder.shuffle_vector(part, k.load(corner + i * self.x.row), ir.Constant(k.indices, lanes))
+                lanes = [k.lanes + lane - begin if begin <= lane < begin + width else lane for lane in range(k.lanes)]
+                part = k.shuffle(part, k.load(corner + i * self.x.row), lanes)
             parts.append(part)
         return parts
 
@@ -282,31 +262,25 @@ class Filters(Node[NHWC, NC]):
 
         dy may be the gradient of y, or of its row u alone.
         """
-        dw, db = plan.parameters.of(self.stage, k.gradients)
         for first, _, count, valid in self._blocks(1, k.lanes):
             for part in gradient_parts(len(self.taps), k.target.registers):
                 with k.loop(k.count) as n, k.loop(first + count, start=first) as f:
-                    self._backward_part(k, valid, (dw, None if part[0] else db), (n, u, f), part)
+                    self._backward_part(k, plan, valid, (n, u, f), part)
 
     def _backward_part(
-        self,
-        k: Emitter,
-        valid: int,
-        targets: tuple[Pointer, Pointer | None],
-        place: tuple[ir.Value, ir.Value, ir.Value],
-        part: tuple[int, int],
+        self, k: Emitter, plan: Layout, valid: int, place: tuple[ir.Value, ir.Value, ir.Value], part: tuple[int, int]
     ) -> None:
         """Add to the gradients of some taps of a vector of filters what a row of cells of an image adds.
 
         Args:
-            valid: lanes of dy that count. targets: dw, and db where it is to be added to.
-            place: image, row u, vector. part: the first tap and the one past the last.
+            valid: lanes of dy that count.
+            place: image, row u, vector. part: the first tap and the one past the last; db is added to with the first.
         """
-        (dw, db), (n, u, f), (first, end), dy = targets, place, part, self.dy
+        (dw, db), (n, u, f), (first, end), dy = plan.parameters.of(self.stage, k.gradients), place, part, self.dy
         columns, pitch = self.shape[1], self.pitch(k.lanes)
         gradient_row = columns * pitch if dy.size == self.y.size else 0
         places = [dw.at(f, k.lanes) + t * self.vectors * k.lanes for t in range(first, end)]
-        if db is not None:
+        if db is not None and not first:
             places.append(db.at(f, k.lanes))
         shifts = argmax_codes.shifts(k, f) if self.gather == "pick" else None
         # along the row of cells the sums stay in registers
@@ -331,8 +305,8 @@ class Filters(Node[NHWC, NC]):
                         of_pixel = k.select(k.equal(where, at), value, k.zero())
                         for t, total in taps:
                             k.accumulate(total, k.splat(self.pixel(corner, at + self.taps[t])), of_pixel)
-            if db is not None:
-                k.increase(totals[-1], value)
+            for of_bias in totals[end - first :]:
+                k.increase(of_bias, value)
 
 
 def most_vectors(patch: int, window: int, gather: GatherMethod, target: Target) -> int:

@@ -25,7 +25,7 @@ from llvmlite import ir
 from cnnexp.backends.parts import FORWARD
 from cnnexp.backends.simd.algorithms.convolution.base import ConvolutionNode, Geometry, Windows, rows_inside
 from cnnexp.backends.simd.algorithms.cost import Work, lane_gradient, lane_sums, passes
-from cnnexp.backends.simd.compiler.emit import INDEX, Emitter, Kernels, Pointer, Target, chunks
+from cnnexp.backends.simd.compiler.emit import INDEX, Emitter, Pointer, Target, chunks, chunks_of
 from cnnexp.backends.simd.layouts import Blocked, Halo, Layout, Tensor
 
 MOST_SUMS = 256
@@ -91,15 +91,12 @@ class Lanes(ConvolutionNode[Blocked]):
 
     def _dense_halo(self) -> Halo:
         """Windows of the flipped kernel reach over its edge."""
-        layer, reach = self.stage.layer, self._reach
-        sides = []
-        for pad, size, count in zip(
-            self.stage.window.pads[:2], self.stage.input_shape, self.stage.output_shape, strict=False
-        ):
-            before, extent = max(0, reach - pad), (count - 1) * layer.stride + 1
+        stage, stride, reach, sides = self.stage, self.stage.layer.stride, self._reach, []
+        for pad, size, count in zip(stage.window.pads[:2], stage.input_shape, stage.output_shape, strict=False):
+            before, extent = max(0, reach - pad), (count - 1) * stride + 1
             sides.append((before, max(0, max(0, pad - reach) + size + reach - before - extent)))
         (top, bottom), (left, right) = sides
-        return Halo(top, left, bottom, right, layer.stride)
+        return Halo(top, left, bottom, right, stride)
 
     def prepare_backward(self, plan: Layout) -> None:
         super().prepare_backward(plan)
@@ -117,8 +114,8 @@ class Lanes(ConvolutionNode[Blocked]):
             x=self.x, stride=layer.stride, y=self.y, rectify=self.rectify, windows=self.windows,
         )  # fmt: skip
 
-    def forward(self, plan: Layout) -> Kernels:
-        return [("forward", lambda k: conv2d(k, self.correlation, *plan.parameters.of(self.stage, k.parameters)))]
+    def emit_forward(self, k: Emitter, plan: Layout) -> None:
+        conv2d(k, self.correlation, *plan.parameters.of(self.stage, k.parameters))
 
     def backward_weights(self, k: Emitter, plan: Layout) -> None:
         dw, db = plan.parameters.of(self.stage, k.gradients)
@@ -211,12 +208,6 @@ def conv2d(k: Emitter, conv: Correlation, weights: Pointer, bias: Pointer | None
                                 _pooled(k, conv, conv.windows, at)
                             else:
                                 _plain(k, conv, at, width)
-
-
-def chunks_of(total: int, size: int) -> list[tuple[int, int, int]]:
-    """Split `total` into chunks of `size` and one rest: (first, size of a chunk, number of chunks)."""
-    whole, rest = divmod(total, size)
-    return ([(0, size, whole)] if whole else []) + ([(whole * size, rest, 1)] if rest else [])
 
 
 @dataclass(frozen=True)

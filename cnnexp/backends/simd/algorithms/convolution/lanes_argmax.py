@@ -14,17 +14,11 @@ import math
 
 from llvmlite import ir
 
-from cnnexp.backends.simd.algorithms.convolution.argmax_gradient import (
-    group_lists,
-    image_rows,
-    list_group,
-    pack_weights,
-    unpack_gradients,
-)
+from cnnexp.backends.simd.algorithms.convolution import argmax_gradient
 from cnnexp.backends.simd.algorithms.convolution.lanes import Lanes
 from cnnexp.backends.simd.algorithms.cost import Work, events, transposition
 from cnnexp.backends.simd.algorithms.reorder import to_lanes
-from cnnexp.backends.simd.compiler.emit import INDEX, Emitter, Kernels, Target
+from cnnexp.backends.simd.compiler.emit import INDEX, Emitter, Target
 from cnnexp.backends.simd.layouts import Layout, round_up, runs
 
 
@@ -37,18 +31,18 @@ class LanesArgmax(Lanes):
     """
 
     algorithm = "lanes-argmax"
-    argmax, any_taps = True, False
+    follows, any_taps = True, False
 
     def fits(self, target: Target) -> bool:
         """Whether a filter's weights and their gradients fit the registers."""
         layer, channels = self.stage.layer, self.stage.input_shape[2]
-        return 2 * layer.kernel * len(widths(layer.kernel * channels, target.lanes)) + 2 <= target.registers
+        return 2 * layer.kernel * len(run_vectors(layer.kernel * channels, target.lanes)) + 2 <= target.registers
 
     def work(self, target: Target, images: int, needs_dx: bool) -> dict[str, Work]:
         (height, width, channels), filters = self.stage.input_shape, self.stage.layer.filters
         kernel, cells = self.stage.layer.kernel, math.prod(self.shape[:2])
         moved = transposition(2 * height * width * channels, target).cycles
-        run, vectors = kernel * channels, kernel * len(widths(kernel * channels, target.lanes))
+        run, vectors = kernel * channels, kernel * len(run_vectors(kernel * channels, target.lanes))
         held = 8 * height * width * channels
         following = events(cells, self.window, filters, kernel, run, 1, held, target)
         packing = 6 * kernel**2 * channels * filters / images
@@ -58,27 +52,24 @@ class LanesArgmax(Lanes):
     def prepare_backward(self, plan: Layout) -> None:
         layer, windows, arena = self.stage.layer, self.windows, plan.arena
         assert windows is not None
-        packed = layer.filters * layer.kernel * round_up(self._run, arena.lanes)
-        self.x_rows, self.dx_rows = image_rows(arena, self.x), image_rows(arena, self.x)
+        packed = layer.filters * layer.kernel * round_up(self.run, arena.lanes)
+        self.x_rows, self.dx_rows = argmax_gradient.image_rows(arena, self.x), argmax_gradient.image_rows(arena, self.x)
         self.packed, self.gradients = arena.allocate(packed), arena.allocate(packed)
         reach = -(-(layer.kernel + layer.stride * windows.size) // (windows.stride * layer.stride))
-        self.events = group_lists(arena, self, windows, self.x_rows, layer.stride, reach)
+        self.events = argmax_gradient.group_lists(arena, self, windows, self.x_rows, layer.stride, reach)
 
-    def backward(self, plan: Layout) -> Kernels:
-        return [("backward", lambda k: self._backward(k, plan))]
-
-    def _backward(self, k: Emitter, plan: Layout) -> None:
+    def emit_backward(self, k: Emitter, plan: Layout) -> None:
         """dw, db += the gradient; dx = the gradient."""
         (weights, _), (dw, db) = (plan.parameters.of(self.stage, at) for at in (k.parameters, k.gradients))
         packed, gradients = k.arena + self.packed, k.arena + self.gradients
-        filters, row, stride = self.stage.layer.filters, round_up(self._run, k.lanes), self.x_rows.stride
+        filters, row, stride = self.stage.layer.filters, round_up(self.run, k.lanes), self.x_rows.stride
         # weights by filter; no gradient yet
-        size = self.stage.layer.kernel, self._run, filters
-        pack_weights(k, weights, packed, gradients, size, row)
+        size = self.stage.layer.kernel, self.run, filters
+        argmax_gradient.pack_weights(k, weights, packed, gradients, size, row)
         # a group: its input to rows, its events to lists
         with k.loop(k.groups(k.lanes)) as g:
             images = k.builder.sub(k.count, k.builder.mul(g, INDEX(k.lanes)))
-            list_group(k, self.events, self.x, g, db)
+            argmax_gradient.list_group(k, self.events, self.x, g, db)
             # image by image, filter by filter
             with k.loop(k.lanes) as n:
                 k.clear(self.dx_rows.stored(k, n), stride // k.lanes)
@@ -89,23 +80,22 @@ class LanesArgmax(Lanes):
             for (source, target, *positive), _, part in runs(k, *placed[: 3 if self.input_rectified else 2]):
                 to_lanes(k, source, target, part, stride, images, *positive)
         # the gradients of the weights to where they belong
-        unpack_gradients(k, gradients, dw, size, row)
+        argmax_gradient.unpack_gradients(k, gradients, dw, size, row)
 
     def _follow_events(self, k: Emitter, n: ir.Value, f: ir.Value) -> None:
         """Run one image's events of one filter."""
-        kernel, row = self.stage.layer.kernel, round_up(self._run, k.lanes)
-        parts = [(i, p * k.lanes, w) for i in range(kernel) for p, w in enumerate(widths(self._run, k.lanes))]
-        packed, gradients = (
-            [(k.arena + at).at(f, kernel * row) + (i * row + start) for i, start, _ in parts]
-            for at in (self.packed, self.gradients)
-        )
-        places = [(i * self.x_rows.row + start, width) for i, start, width in parts]
+        kernel, row = self.stage.layer.kernel, round_up(self.run, k.lanes)
+        packed, gradients = ((k.arena + at).at(f, kernel * row) for at in (self.packed, self.gradients))
+        parts = [
+            (i * self.x_rows.row + start, width, packed + (i * row + start), gradients + (i * row + start))
+            for i in range(kernel)
+            for start, width in run_vectors(self.run, k.lanes)
+        ]
         operands = self.x_rows.stored(k, n), self.dx_rows.stored(k, n)
         events = self.events.of(k, k.builder.add(k.builder.mul(f, INDEX(k.lanes)), n))
-        events.follow(k, places, operands, packed, gradients)
+        events.follow(k, parts, operands)
 
 
-def widths(run: int, lanes: int) -> list[int]:
-    """Cut a run of floats into vectors: as many whole ones as fit, then the smallest power of 2 that holds the rest."""
-    rest = run % lanes
-    return [lanes] * (run // lanes) + ([1 << (rest - 1).bit_length()] if rest else [])
+def run_vectors(run: int, lanes: int) -> list[tuple[int, int]]:
+    """Cut a run of floats into vectors, (start, width); the last one is the smallest power of 2 that holds the rest."""
+    return [(start, min(lanes, 1 << (run - start - 1).bit_length())) for start in range(0, run, lanes)]

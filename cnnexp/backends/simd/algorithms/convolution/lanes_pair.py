@@ -27,18 +27,12 @@ import numpy as np
 from llvmlite import ir
 
 from cnnexp.backends.parts import BACKWARD, FORWARD, Part
-from cnnexp.backends.simd.algorithms.convolution.argmax_gradient import (
-    group_lists,
-    image_rows,
-    list_group,
-    pack_weights,
-    unpack_gradients,
-)
+from cnnexp.backends.simd.algorithms.convolution import argmax_gradient
 from cnnexp.backends.simd.algorithms.convolution.lanes import Lanes, conv2d
 from cnnexp.backends.simd.algorithms.convolution.lanes_argmax import LanesArgmax
 from cnnexp.backends.simd.algorithms.cost import Work, pair_events, transposition
 from cnnexp.backends.simd.algorithms.node import Node, Section
-from cnnexp.backends.simd.compiler.emit import BYTE, INDEX, INT, Emitter, Kernels, Pointer, Target, Variable
+from cnnexp.backends.simd.compiler.emit import BYTE, INDEX, Emitter, Kernels, Pointer, Sums, Target
 from cnnexp.backends.simd.layouts import Blocked, Halo, Layout, round_up
 from cnnexp.network import ConvStage
 
@@ -66,6 +60,7 @@ class LanesPair(Node[Blocked, Blocked]):
     trains = True
     algorithm = "lanes-pair"
     holds = "weights"
+    follows = True
     spans = 2
 
     def __init__(self, first: Lanes, second: LanesArgmax) -> None:
@@ -102,16 +97,13 @@ class LanesPair(Node[Blocked, Blocked]):
         patch, (height, width, depth) = self._patch(target.lanes), self.first.stage.input_shape
         packed = 6 * (len(patch.taps) + 1 + self.shape[2]) * patch.vectors * target.lanes / images
         turned = transposition(height * width * depth, target).cycles
-        macs = self.multiply_adds(BACKWARD)
-        following = pair_events(
-            math.prod(self.shape[:2]), self.second.window, self.shape[2], patch.vectors, len(patch.taps), target
-        )
+        cells, vectors = math.prod(self.shape[:2]), patch.vectors
+        following = pair_events(cells, self.second.window, self.shape[2], vectors, len(patch.taps), target)
+        tile = f"{vectors} vector{'s' * (vectors > 1)} of a window"
         return {
             "first.forward": self.first.forward_work(target),
             "forward": self.second.forward_work(target),
-            "backward": Work(
-                macs, following + turned + packed, f"{patch.vectors} vector{'s' * (patch.vectors > 1)} of a window"
-            ),
+            "backward": Work(self.multiply_adds(BACKWARD), following + turned + packed, tile),
         }
 
     def part(self, plan: Layout, what: str, kernel: str) -> Part:
@@ -122,9 +114,6 @@ class LanesPair(Node[Blocked, Blocked]):
 
     def multiply_adds(self, what: str) -> int:
         return self.first.multiply_adds(what) + 2 * self.second.multiply_adds(what)
-
-    def fewer(self, what: str) -> str:
-        return self.second.fewer(what)
 
     def prepare(self, plan: Layout) -> None:
         first, second = self.first.stage, self.second.stage
@@ -137,14 +126,13 @@ class LanesPair(Node[Blocked, Blocked]):
         windows = self.second.windows
         assert windows is not None
         self.patch, move, lanes = self._patch(arena.lanes), step * second.layer.stride, arena.lanes
-        self.x_rows = image_rows(arena, self.x)
-        self.events = group_lists(arena, self, windows, self.x_rows, move, reach=1)
+        self.x_rows = argmax_gradient.image_rows(arena, self.x)
+        self.events = argmax_gradient.group_lists(arena, self, windows, self.x_rows, move, reach=1)
         packed = second.layer.filters * self.patch.vectors * lanes
         held = (len(self.patch.taps) + 1) * self.patch.patterns * lanes
         edges, masks = self._edges()
-        self.weights, self.gradients, self.first_weights, self.first_gradients = (
-            arena.allocate(floats) for floats in (packed, packed, held, held)
-        )
+        self.weights, self.gradients = arena.allocate(packed), arena.allocate(packed)
+        self.first_weights, self.first_gradients = arena.allocate(held), arena.allocate(held)
         self.edges = arena.constants(edges.view(np.float32)) if len(masks) > 1 else None
         self.masks = arena.constants(masks.view(np.float32))
 
@@ -176,27 +164,24 @@ class LanesPair(Node[Blocked, Blocked]):
         edges[(p * row + q.T * column) * patch.stride] = numbers
         return edges, -masks.astype(np.int32)
 
-    def backward(self, plan: Layout) -> Kernels:
-        return [("backward", lambda k: self._backward(k, plan))]
-
-    def _backward(self, k: Emitter, plan: Layout) -> None:
+    def emit_backward(self, k: Emitter, plan: Layout) -> None:
         """Add to the gradients (dw, db) of both convolutions."""
         patch, first, second = self.patch, self.first.stage, self.second.stage
         (weights, _), first_parameters = (plan.parameters.of(stage, k.parameters) for stage in (second, first))
         first_gradients, (dw, db) = (plan.parameters.of(stage, k.gradients) for stage in (first, second))
         packed, d_packed = k.arena + self.weights, k.arena + self.gradients
         size = patch.kernel, patch.run, second.layer.filters
-        pack_weights(k, weights, packed, d_packed, size, patch.row)
+        argmax_gradient.pack_weights(k, weights, packed, d_packed, size, patch.row)
         for weight, place in self._each_weight(k, self.first_weights, *first_parameters):  # for every pixel of a patch
             k.store(k.load_float(weight), place)
         places = self._first_places(k, self.first_gradients)
         totals = [k.variables(patch.patterns) for _ in places]
         with k.loop(k.groups(k.lanes)) as g:
-            list_group(k, self.events, self.x, g, db)
+            argmax_gradient.list_group(k, self.events, self.x, g, db)
             with k.loop(k.lanes) as n, k.loop(second.layer.filters) as f:
                 self._follow_events(k, n, f, totals)
         k.store_all(totals, places)
-        unpack_gradients(k, d_packed, dw, size, patch.row)
+        argmax_gradient.unpack_gradients(k, d_packed, dw, size, patch.row)
         for weight, place in self._each_weight(k, self.first_gradients, *first_gradients):
             k.add_to(weight, k.load_float(place))
 
@@ -217,7 +202,7 @@ class LanesPair(Node[Blocked, Blocked]):
             for lane in lanes:
                 yield source + lane % patch.row % patch.channels, start + lane
 
-    def _follow_events(self, k: Emitter, n: ir.Value, f: ir.Value, first_totals: list[list[Variable]]) -> None:
+    def _follow_events(self, k: Emitter, n: ir.Value, f: ir.Value, first_totals: Sums) -> None:
         """Run one image's events of one filter."""
         patch, vectors = self.patch, range(self.patch.vectors)
         packed, gradients = ((k.arena + at).at(f, patch.vectors * k.lanes) for at in (self.weights, self.gradients))
@@ -266,7 +251,10 @@ class Patch:
     Attributes:
         kernel, run: of the second convolution, K and K * C. channels: C, the first one's filters.
         taps: of the first convolution, (row, column, channel). stride: of the first. depth: the image's channels.
-        lanes: of a vector.
+        row: floats from one kernel row to the next: half a vector where two rows fit, else whole ones.
+        lanes, vectors: of a vector, and of the window. patterns: after so many vectors the lanes' channels repeat.
+        side: rows and columns of the image that a window sees.
+        registers: vectors that are needed all the time: sums, image and what is multiplied.
     """
 
     def __init__(self, first: ConvStage, second: ConvStage, lanes: int) -> None:
@@ -275,30 +263,10 @@ class Patch:
         self.stride, self.depth = first.layer.stride, first.input_shape[2]
         side = range(first.layer.kernel)
         self.taps = tuple(itertools.product(side, side, range(self.depth)))
-
-    @property
-    def row(self) -> int:
-        """Floats from one kernel row to the next: half a vector where two rows fit, else whole ones."""
-        return self.lanes // 2 if 2 * self.run <= self.lanes else round_up(self.run, self.lanes)
-
-    @property
-    def vectors(self) -> int:
-        return -(-self.kernel * self.row // self.lanes)
-
-    @property
-    def patterns(self) -> int:
-        """After so many vectors the channels of the lanes are the same again."""
-        return -(-self.row // self.lanes)
-
-    @property
-    def side(self) -> int:
-        """Rows and columns of the image that a window sees."""
-        return (self.kernel - 1) * self.stride + self.taps[-1][0] + 1
-
-    @property
-    def registers(self) -> int:
-        """Vectors that are needed all the time: sums, image and what is multiplied."""
-        return (len(self.taps) + 1) * self.patterns + self.vectors + len(self.taps) + 3
+        self.row = lanes // 2 if 2 * self.run <= lanes else round_up(self.run, lanes)
+        self.vectors, self.patterns = -(-self.kernel * self.row // lanes), -(-self.row // lanes)
+        self.side = (self.kernel - 1) * self.stride + first.layer.kernel
+        self.registers = (len(self.taps) + 1) * self.patterns + self.vectors + len(self.taps) + 3
 
     def pixel(self, lane: int) -> tuple[int, int] | None:
         """Return kernel row and place in the run of a lane, counted over all vectors; None of one that is not used."""
@@ -315,11 +283,11 @@ def _kinds(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def _pixels(k: Emitter, patch: Patch, rows: list[ir.Value], tap: tuple[int, int, int], v: int) -> ir.Value:
     """Return what a tap of the first convolution meets, for every pixel in vector v, out of rows of the image."""
     i, j, c = tap
-    places = [patch.pixel(v * k.lanes + lane) or (0, 0) for lane in range(k.lanes)]
-    used = sorted({row for lane, (row, _) in enumerate(places) if patch.pixel(v * k.lanes + lane)})
-    width, lanes = rows[0].type.count, []
-    for lane, (row, at) in enumerate(places):
-        column = (at // patch.channels * patch.stride + j) * patch.depth + c
-        lanes.append(INT(column + width * used.index(row) if patch.pixel(v * k.lanes + lane) else 0))
-    sources = [rows[row * patch.stride + i] for row in (used[0], used[-1])]
-    return k.builder.shuffle_vector(*sources, ir.Constant(k.indices, lanes))
+    places = [patch.pixel(v * k.lanes + lane) for lane in range(k.lanes)]
+    used, width = sorted({place[0] for place in places if place}), rows[0].type.count
+
+    def met(row: int, at: int) -> int:
+        return (at // patch.channels * patch.stride + j) * patch.depth + c + width * used.index(row)
+
+    first, last = (rows[row * patch.stride + i] for row in (used[0], used[-1]))
+    return k.shuffle(first, last, [met(*place) if place else 0 for place in places])

@@ -25,13 +25,7 @@ from fractions import Fraction
 from llvmlite import ir
 
 from cnnexp.backends.parts import BACKWARD, FORWARD, TRANSFORMED
-from cnnexp.backends.simd.algorithms.convolution.channels import (
-    Channels,
-    Sum,
-    conv2d_backward_bias,
-    finish,
-    panel_width,
-)
+from cnnexp.backends.simd.algorithms.convolution.channels import Channels, Sum, finish, panel_width
 from cnnexp.backends.simd.algorithms.cost import Work, bring, passes, product_gradient, product_sums
 from cnnexp.backends.simd.algorithms.linear.product import Steps, add_products
 from cnnexp.backends.simd.compiler.emit import INDEX, Emitter, Pointer, Target, chunks
@@ -76,7 +70,7 @@ class Winograd(Channels):
         return Tiling((self.shape[0], self.shape[1]), self.pool is not None, channels, filters, target)
 
     def computed(self, what: str) -> Fraction:
-        if self.argmax and what == BACKWARD:
+        if self.follows and what == BACKWARD:
             return super().computed(what)
         passes = [self.transformed] if what == FORWARD or not self.dx else [self.transformed, self.back]
         tiles = sum(math.prod(part.tiling.counts) for part in passes)
@@ -88,15 +82,15 @@ class Winograd(Channels):
     def prepare(self, plan: Layout) -> None:
         super().prepare(plan)
         self.transformed = WinogradPass(plan.arena, self.sum, plan.target)
-        if self.dx and not self.argmax:
+        if self.dx and not self.follows:
             _, _, conv, _ = self.phases[0]
             self.back = WinogradPass(plan.arena, conv, plan.target)
 
     def conv2d(self, k: Emitter, conv: Sum, weights: Pointer, bias: Pointer | None) -> None:
         conv2d(k, self.transformed if conv is self.sum else self.back, weights, bias)
 
-    def backward_weights(self, k: Emitter, plan: Layout) -> None:
-        conv2d_backward_weights(k, self.transformed, self.d, *plan.parameters.of(self.stage, k.gradients))
+    def conv2d_backward_weights(self, k: Emitter, dw: Pointer) -> None:
+        conv2d_backward_weights(k, self.transformed, self.d, dw)
 
 
 def _moves(tiling: Tiling, images: int, target: Target) -> float:
@@ -139,6 +133,7 @@ class Tiling:
         counts: rows and columns of tiles. channels, filters: C, F.
         rows: of tiles in a block. images: in a block of the weights' gradient, whose sums go to memory and back once a
             block; one where a block is part of an image.
+        block: tiles of an image in a block. blocks: of an image; the last one may be smaller.
     """
 
     def __init__(self, counts: tuple[int, int], pooled: bool, channels: int, filters: int, target: Target) -> None:
@@ -148,16 +143,7 @@ class Tiling:
         held = target.l2_bytes // CACHED_PART
         self.rows = chunks(self.counts[0], max(1, held // row))[0][1]
         self.images = max(1, 2 * held // (row * self.counts[0]))
-
-    @property
-    def block(self) -> int:
-        """Tiles of an image in a block."""
-        return self.rows * self.counts[1]
-
-    @property
-    def blocks(self) -> float:
-        """Blocks of an image; the last one may be smaller."""
-        return self.counts[0] / self.rows
+        self.block, self.blocks = self.rows * self.counts[1], self.counts[0] / self.rows
 
 
 class WinogradPass:
@@ -172,6 +158,7 @@ class WinogradPass:
         inputs, outputs: so many floats into the room lie the block's tiles, [place][tile][channel] and
             [place][tile][filter].
         strides: floats from place to place of weights, inputs and outputs.
+        input_row, output_row: floats of a transformed tile's channels, and of its filters.
     """
 
     def __init__(self, arena: Arena, conv: Sum, target: Target) -> None:
@@ -180,7 +167,8 @@ class WinogradPass:
         self.tiling = Tiling(conv.counts, conv.windows is not None, channels, filters, target)
         tiles = self.tiling.images * self.tiling.block
         weights = odd_lines(self.panels.size)
-        inputs, outputs = (odd_lines(tiles * round_up(row, target.lanes)) for row in (channels, filters))
+        self.input_row, self.output_row = (round_up(row, target.lanes) for row in (channels, filters))
+        inputs, outputs = odd_lines(tiles * self.input_row), odd_lines(tiles * self.output_row)
         self.strides = weights, inputs, outputs
         self.inputs, self.outputs = PLACES * weights, PLACES * (weights + inputs)
         arena.share(self.outputs + PLACES * outputs)
@@ -192,16 +180,6 @@ class WinogradPass:
         """Return where weights, inputs and outputs of a place lie."""
         parts = zip((0, self.inputs, self.outputs), self.strides, strict=True)
         return [(self.room(k) + part).at(place, stride) for part, stride in parts]
-
-    @property
-    def input_row(self) -> int:
-        """Floats of a transformed tile's channels."""
-        return round_up(self.panels.rows, self.panels.lanes)
-
-    @property
-    def output_row(self) -> int:
-        """Floats of a transformed tile's filters."""
-        return self.panels.vectors * self.panels.lanes
 
 
 def conv2d(k: Emitter, winograd: WinogradPass, weights: Pointer, bias: Pointer | None) -> None:
@@ -321,15 +299,13 @@ def _transform_back(
                     finish(k, conv, [[value]], bias, panel, (n, *place))
 
 
-def conv2d_backward_weights(k: Emitter, winograd: WinogradPass, d: NHWC, dw: Pointer, db: Pointer | None) -> None:
+def conv2d_backward_weights(k: Emitter, winograd: WinogradPass, d: NHWC, dw: Pointer) -> None:
     """As `channels.conv2d_backward_weights` on `winograd.conv`."""
-    tiling, images = winograd.tiling, winograd.tiling.images
-    columns = tiling.counts[1]
-    sums = winograd.room(k)
+    tiling, columns = winograd.tiling, winograd.tiling.counts[1]
     # no sum yet
-    k.clear(sums, PLACES * winograd.strides[0] // k.lanes)
+    k.clear(winograd.room(k), PLACES * winograd.strides[0] // k.lanes)
     # some images, of them some rows of tiles
-    for first, last in k.blocks(images):
+    for first, last in k.blocks(tiling.images):
         for start, block in k.chunks(tiling.counts[0], tiling.rows):
             # inputs and gradients transformed, and multiplied place by place
             with k.loop(last, start=first) as n:
@@ -339,8 +315,6 @@ def conv2d_backward_weights(k: Emitter, winograd: WinogradPass, d: NHWC, dw: Poi
             _add_outer_products(k, winograd, k.builder.mul(k.builder.sub(last, first), INDEX(block * columns)))
     # the sums transformed back, once
     _add_weights(k, winograd, dw)
-    if db is not None:
-        conv2d_backward_bias(k, winograd.conv.panels, d, db)
 
 
 def _transform_gradients(

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 from llvmlite import ir
 
-from cnnexp.backends.simd.compiler.emit import Emitter, Pointer, Variable, chunks
+from cnnexp.backends.simd.compiler.emit import Emitter, Pointer, Sums, chunks
 from cnnexp.backends.simd.layouts import Views
 
 LATENCY = 8
@@ -105,15 +105,15 @@ class Panels:
             found.append((ours, theirs[:, :, : ours.shape[2]]))
         return found
 
-    def valid(self, first: int, width: int) -> list[int]:
-        """Return how many lanes of each vector of a panel hold outputs."""
-        return [min(self.lanes, self.outputs - (first + v) * self.lanes) for v in range(width)]
+    def valid(self, first: int, width: int, times: int) -> list[int]:
+        """Return how many lanes of each vector of a panel, the last of its kind, hold outputs."""
+        return [min(self.lanes, self.outputs - (first + (times - 1) * width + v) * self.lanes) for v in range(width)]
 
     def each(self, k: Emitter) -> Iterator[Panel]:
         """Run what follows for every panel."""
         for first, width, times in self.kinds:
             with k.loop(times) as t:
-                yield Panel(self, k.scaled(t, width, first), width, self.valid(first + (times - 1) * width, width))
+                yield Panel(self, k.scaled(t, width, first), width, self.valid(first, width, times))
 
 
 @dataclass(frozen=True)
@@ -165,13 +165,7 @@ class Steps:
 
 
 def add_products(
-    k: Emitter,
-    totals: list[list[Variable]],
-    x: Pointer,
-    places: Sequence[int],
-    w: Pointer,
-    steps: Steps,
-    valid: list[int] | None = None,
+    k: Emitter, totals: Sums, x: Pointer, places: Sequence[int], w: Pointer, steps: Steps, valid: Sequence[int] = ()
 ) -> None:
     """totals[m][v] += the sum over the steps of x at places[m] times vector v of w, or its `valid[v]` first lanes."""
     vector_stride, valid = steps.vector_stride or k.lanes, valid or [k.lanes] * len(totals[0])

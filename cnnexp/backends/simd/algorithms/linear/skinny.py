@@ -11,7 +11,6 @@ benchmarks.kernels --algorithms`, Zen 3, AVX2).
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 
 import numpy as np
@@ -70,13 +69,10 @@ class Skinny(Dense):
         plan.parameters.place_plain(self.stage.bias)
         self.totals = plan.arena.allocate(plan.arena.images * outputs * lanes)
 
-    def forward(self, plan: Layout) -> Kernels:
-        def run(k: Emitter) -> None:
-            self.begin(k)
-            self.add(k, plan, INDEX(0), self.x.width // k.lanes)
-            self.end(k, plan)
-
-        return [("forward", run)]
+    def emit_forward(self, k: Emitter, plan: Layout) -> None:
+        self.begin(k)
+        self.add(k, plan, INDEX(0), self.x.width // k.lanes)
+        self.end(k, plan)
 
     def begin(self, k: Emitter) -> None:
         """Begin y = x @ weights + bias: clear totals [image][output][lane], sums over the features of each lane."""
@@ -122,10 +118,8 @@ class Skinny(Dense):
                 k.store(k.rectify(value) if self.rectify else value, self.y.stored(k, n) + first)
 
     def backward(self, plan: Layout) -> Kernels:
-        def run(k: Emitter) -> None:
-            self.run_backward(k, plan, INDEX(0), self.x.width // k.lanes)
-
-        return [*super().backward(plan), ("backward", run)]
+        kernels = super().backward(plan)
+        return [*kernels, ("backward", lambda k: self.run_backward(k, plan, INDEX(0), self.x.width // k.lanes))]
 
     def run_backward(self, k: Emitter, plan: Layout, start: ir.Value, vectors: int) -> None:
         """dw += x.T @ dy, dx = dy @ weights.T, of `vectors` vectors of features from `start` on.
@@ -134,11 +128,11 @@ class Skinny(Dense):
         """
         (weights, _), (dw, _) = (plan.parameters.of(self.stage, at) for at in (k.parameters, k.gradients))
         x, dy, dx, outputs, room = self.x, self.dy, self.dx, self.dy.size, self.dy.size * k.lanes
-        parts = chunks(outputs, most_block(k.target.registers))
-        starts = [first + i * size for first, size, times in parts for i in range(times)] + [outputs]
+        size = chunks(outputs, most_block(k.target.registers))[0][1]
         # a vector of features, some outputs of it
         with k.loop(k.builder.add(start, INDEX(vectors)), start=start) as v:
-            for first, last in itertools.pairwise(starts):
+            for first in range(0, outputs, size):
+                last = min(first + size, outputs)
                 block, places = ([at.at(v, room) + o * k.lanes for o in range(first, last)] for at in (weights, dw))
                 columns = [k.load(place) for place in block] if dx else []
                 # all images: their part of the weights' gradient, and of dx

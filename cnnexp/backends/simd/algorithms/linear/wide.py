@@ -74,10 +74,7 @@ class Wide(Dense):
             self.dy_lanes = plan.arena.blocked((1, 1, outputs))
             self.dx_lanes = plan.arena.blocked((1, 1, features))
 
-    def forward(self, plan: Layout) -> Kernels:
-        return [("forward", lambda k: self._forward(k, plan))]
-
-    def _forward(self, k: Emitter, plan: Layout) -> None:
+    def emit_forward(self, k: Emitter, plan: Layout) -> None:
         """y = x @ weights + bias, by tiles of `height` images; the last may do some twice."""
         (weights, bias), height, x, y = plan.parameters.of(self.stage, k.parameters), self.height, self.x, self.y
         for panel in self.panels.each(k):
@@ -93,10 +90,8 @@ class Wide(Dense):
                 targets = k.grid(panel.outputs(y.stored(k, n)), height, y.stride, panel.width)
                 for row, target_row in zip(totals, targets, strict=True):
                     for v, (total, target) in enumerate(zip(row, target_row, strict=True)):
-                        value = total.get()
-                        if bias is not None:
-                            value = k.add(value, k.load(panel.outputs(bias) + v * k.lanes))
-                        k.store(k.rectify(value) if self.rectify else value, target)
+                        added = None if bias is None else k.load(panel.outputs(bias) + v * k.lanes)
+                        k.store(k.finish(total.get(), added, self.rectify), target)
 
     def backward(self, plan: Layout) -> Kernels:
         kernels, dx = [*super().backward(plan), *([] if plan.owns else self._backward_weights(plan))], self.dx
@@ -161,18 +156,14 @@ class Wide(Dense):
 
     def _backward_input(self, k: Emitter, plan: Layout) -> None:
         """dx[d, lane] = sum over o of weights[d, o] * dy[o, lane]."""
-        panels, dy, dx, (weights, _) = (
-            self.panels,
-            self.dy_lanes,
-            self.dx_lanes,
-            plan.parameters.of(self.stage, k.parameters),
-        )
+        panels, dy, dx = self.panels, self.dy_lanes, self.dx_lanes
+        weights, _ = plan.parameters.of(self.stage, k.parameters)
         # tiles of features x groups of images
         for first_group, width, group_times in chunks(plan.arena.groups, 4):
             for first, height, times in chunks(panels.rows, most_height(width, k.target.registers)):
                 with k.loop(times) as t, k.loop(group_times) as part:
                     d, group = k.scaled(t, height, first), k.scaled(part, width, first_group)
-                    source, target = dy.image(k, group), dx.image(k, group)
+                    source, target = dy.stored(k, group), dx.stored(k, group)
                     totals = [k.variables(width) for _ in range(height)]
                     # the weights, panel kind by panel kind
                     for vector, panel_width, panel_times in panels.kinds:
