@@ -65,8 +65,7 @@ class SplitOps:
         return functools.partial(self._sum if name in SUMMED else self._each, work, BY_IMAGE[name][0])
 
     def _parts(self, images: np.ndarray) -> list[slice]:
-        count = len(images)
-        workers = min(self._threads, count)
+        count, workers = len(images), min(self._threads, len(images))
         return [slice(i * count // workers, (i + 1) * count // workers) for i in range(workers)]
 
     def _each(self, work: Callable, first: int, *arguments: Any) -> None:
