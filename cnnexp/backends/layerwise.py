@@ -222,7 +222,7 @@ class LayerwiseProgram(FlatProgram[Array, Split[Array]]):
         zeros = self.load(np.zeros((1, *self.network.input_shape), np.float32), np.zeros(1, np.int32))
         self.train(zeros, np.zeros(1, np.int64), 0.0)
         self.predict(zeros)
-        self.restore({})
+        self.restore({"parameters": np.zeros(self.network.parameter_count, np.float32)})
 
     def _places(self, order: np.ndarray, images: np.ndarray | None) -> tuple[Array, Array]:
         """Return the places in a handle and in the data set, where the ops want them."""

@@ -86,7 +86,7 @@ class GpuProgram(LayerwiseProgram):
         batch = self.batch_size
         zeros = np.zeros((batch, *self.network.input_shape), np.float32)
         self.train(super().load(zeros, np.zeros(batch, np.int32)), np.arange(batch), 0.0)
-        self.restore({})
+        self.restore({"parameters": np.zeros(self.network.parameter_count, np.float32)})
         if not self.network.draws:  # a graph would draw the same in every step
             self._passes = self._captured()
 

@@ -132,7 +132,7 @@ class PeerProgram(Program):
         self.apply(gradient, 0.0)
         self.train(zeros, np.zeros(1, np.int64), 0.0)
         self.predict(zeros)
-        self.restore({})
+        self.restore({"parameters": np.zeros(self.network.parameter_count, np.float32)})
 
     def _set_running(self, running: np.ndarray) -> None:
         for average, part in zip(self.averages, self.network.running, strict=True):

@@ -200,7 +200,7 @@ class FusedProgram(FlatProgram[Tensor, Any]):
             self._capture(split)
             self._train(split, order, np.zeros(1), self._graphs is not None)
             self.predict(split)
-        self.restore({})
+        self.restore({"parameters": np.zeros(self.network.parameter_count, np.float32)})
         self._images = 0
         if self._clocks:
             self._clocks.reset()
