@@ -45,9 +45,8 @@ def _compiled_once():
 
     find, users = cache.cache_folder, cache.cache_folder()
 
-    def folder() -> Path | None:
-        found = find()
-        return KEPT / "compiled" if found is not None and found == users else found
+    def folder(name: str = "compiled") -> Path | None:
+        return KEPT / name if users is not None and find() == users else find(name)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cache, "cache_folder", folder)

@@ -66,13 +66,13 @@ def _host_features(name: str) -> str:
     return features.flatten()
 
 
-def cache_folder() -> Path | None:
+def cache_folder(name: str = "compiled") -> Path | None:
     """Return where compiled code lies, in the user's cache folder; None where there is none."""
     try:
         base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     except RuntimeError:  # a user without a home
         return None
-    return Path(base) / "cnnexp" / "compiled"
+    return Path(base) / "cnnexp" / name
 
 
 def load_or_make(key: str, load: Callable[[bytes], T], make: Callable[[], bytes]) -> T:
@@ -82,16 +82,15 @@ def load_or_make(key: str, load: Callable[[bytes], T], make: Callable[[], bytes]
     there.
     """
     folder = cache_folder()
-    path = None if folder is None else folder / f"{key}.bin"
-    payload = None if path is None else read_private(path)
-    if payload is not None:
+    if folder is None:
+        return load(make())
+    path = folder / f"{key}.bin"
+    if (payload := read_private(path)) is not None:
         with contextlib.suppress(Exception):  # written by something else, under our name
             return load(payload)
-    if path is not None:
-        _say_compiling()
+    _say_compiling()
     payload = make()
-    if path is not None:
-        write_private(path, payload, KEEP)
+    write_private(path, payload, KEEP)
     return load(payload)
 
 

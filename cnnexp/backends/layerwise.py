@@ -76,14 +76,16 @@ class FlatProgram(Program[Handle], Generic[Array, Handle]):
         self._ops, self._release, self._scope = ops, release, scope
         self._watch: Watch = unwatched
         zeros = np.zeros(network.parameter_count, np.float32)
-        self._parameters = ops.to_device(zeros.copy())
         self._gradient = ops.to_device(zeros.copy())
-        self._slots = tuple(ops.to_device(zeros.copy()) for _ in optimizer.slots)
+        self._kept = {name: ops.to_device(zeros.copy()) for name in ("parameters", *optimizer.slots)}  # see `state`
+        self._parameters, *self._slots = self._kept.values()
         self._updates = [
             (ops.updater(own), self._parameters[part], self._gradient[part], tuple(slot[part] for slot in self._slots))
             for part, own in optimizers(network, optimizer)
         ]
         self._running = ops.to_device(np.zeros(max(network.running_count, 1), np.float32))
+        if network.running:
+            self._kept["running"] = self._running
         self.pending: PendingAverages = PendingAverages(
             network, lambda: ops.to_host(self._running), lambda averages: ops.copy(averages, self._running)
         )
@@ -103,11 +105,8 @@ class FlatProgram(Program[Handle], Generic[Array, Handle]):
 
     @in_scope
     def state(self) -> State:
-        to_host = self._ops.to_host
-        state = {"parameters": to_host(self._parameters), "step": np.array(self._step, np.int64)}
-        state |= {name: to_host(slot) for name, slot in zip(self.optimizer.slots, self._slots, strict=True)}
-        if self.network.running:
-            state["running"] = to_host(self._running)
+        state = {name: self._ops.to_host(array) for name, array in self._kept.items()}
+        state["step"] = np.array(self._step, np.int64)
         if self.network.draws:
             state["seed"] = np.array(self._seed, np.int64)
         return state
@@ -115,11 +114,8 @@ class FlatProgram(Program[Handle], Generic[Array, Handle]):
     @in_scope
     def restore(self, state: State) -> None:
         whole = complete(state, self.network, self.optimizer)
-        targets = dict(zip(self.optimizer.slots, self._slots, strict=True))
-        targets |= {"parameters": self._parameters, "running": self._running}
-        for name, array in whole.items():
-            if name in targets:
-                self._ops.copy(np.ascontiguousarray(array, np.float32), targets[name])
+        for name, array in self._kept.items():
+            self._ops.copy(np.ascontiguousarray(whole[name], np.float32), array)
         self._step, self._seed = int(whole["step"]), int(whole.get("seed", 0))
         self.pending.drop()
 
@@ -255,9 +251,8 @@ class LayerwiseProgram(FlatProgram[Array, Split[Array]]):
         self._chain.backward(run, x, None)
 
     def _run(self, count: int, trains: bool = False, images: Array | None = None) -> Run[Array]:
-        step = self._step + 1
-        arrays = (self._parameters, self._gradient, self._running)
-        return Run(count, *arrays, trains, self._seed, step, images, self._watch)
+        arrays = self._parameters, self._gradient, self._running
+        return Run(count, *arrays, trains, self._seed, self._step + 1, images, self._watch)
 
     def _inputs(self, count: int) -> tuple[Array, Array]:
         """Return the buffers of x (N, *input_shape) and of the labels (N,) of `count` images."""

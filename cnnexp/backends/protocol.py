@@ -41,9 +41,6 @@ class AnyArray(Protocol):
     @property
     def shape(self) -> tuple[int, ...]: ...
 
-    @property
-    def size(self) -> int: ...
-
     def __getitem__(self, part: slice, /) -> Any: ...
 
     def reshape(self, shape: tuple[int, ...], /) -> Any: ...
@@ -173,10 +170,7 @@ class Backend:
     name: ClassVar[str]
     on_gpu: ClassVar[bool] = False
     explain: bool = False
-
-    @property
-    def threads(self) -> int:
-        return 1
+    threads: int = 1
 
     @property
     def device_name(self) -> str:

@@ -34,14 +34,8 @@ class Run(Generic[Array]):
     trains: bool = False  # whether it is a step of training, not `predict`
     seed: int = 0  # what random numbers follow from, with the step
     step: int = 0  # from 1
-    images: Array | None = None  # int64 (N,), places in the data set, where the ops want them; None in `predict`
+    images: Any = None  # int64 (N,), places in the data set, where the ops want them; None in `predict`
     watch: Watch = unwatched
-
-    @property
-    def drawn(self) -> Array:
-        """`images`, in a step of training."""
-        assert self.images is not None
-        return self.images
 
     def key(self, stage: Stage) -> int:
         """Return the key of a layer's random numbers in this step."""
@@ -61,7 +55,7 @@ class Chain(Generic[Array]):
     def __init__(self, ops: Ops[Array], stages: Sequence[Stage], batch_size: int, x: Array, dx: Array | None) -> None:
         self.steps: list[_Step[Array]] = []
         for stage in stages:
-            step = _STEPS.get(type(stage), _Leaf)(ops, stage, batch_size, x, dx)
+            step = _STEPS.get(type(stage), _Step)(ops, stage, batch_size, x, dx)
             self.steps.append(step)
             x, dx = step.y, step.dy
         self._stages, self._batch_size = tuple(stages), batch_size
@@ -70,51 +64,33 @@ class Chain(Generic[Array]):
 
     def forward(self, run: Run[Array], x: Array) -> Array:
         """Return the output of the last stage for x (N, *input_shape)."""
-        for step in self.steps:
-            x = step.forward(run, x, self._first(step.y, run))
-        return x
+        return [y for _, y in self.outputs(run, x)][-1]
 
     def outputs(self, run: Run[Array], x: Array) -> Iterator[tuple[Stage, Array]]:
         """Yield each stage with its output for x, which lies in its buffer until the next batch."""
         for stage, step in zip(self._stages, self.steps, strict=True):
-            x = step.forward(run, x, self._first(step.y, run))
+            x = step.forward(run, x, self._first(step.y, run.count))
             yield stage, x
 
     def gradient(self, count: int) -> Array:
         """Return where the gradient of the output of `count` images belongs, before `backward`."""
-        dy = self.steps[-1].dy
-        return dy if count == self._batch_size else dy[:count]
+        return self._first(self.steps[-1].dy, count)
 
     def backward(self, run: Run[Array], x: Array, dx: Array | None) -> None:
         """Fill the flat gradient, and dx unless it is None; then no stage before the first that trains is run."""
         first = self._first_trained if dx is None else 0
         for i in range(len(self.steps) - 1, first - 1, -1):
             step = self.steps[i]
-            source = self._first(self.steps[i - 1].y, run) if i else x
-            target = self._first(self.steps[i - 1].dy, run) if i > first else dx
-            step.backward(run, source, self._first(step.y, run), self._first(step.dy, run), target)
+            source = self._first(self.steps[i - 1].y, run.count) if i else x
+            target = self._first(self.steps[i - 1].dy, run.count) if i > first else dx
+            step.backward(run, source, self._first(step.y, run.count), self._first(step.dy, run.count), target)
 
-    def _first(self, array: Array, run: Run[Array]) -> Array:
-        return array if run.count == self._batch_size else array[: run.count]
+    def _first(self, array: Array, count: int) -> Array:
+        return array if count == self._batch_size else array[:count]
 
 
 class _Step(Generic[Array]):
-    """A stage with its buffers: y (N, *output_shape), and dy, its gradient."""
-
-    y: Array
-    dy: Array
-
-    def forward(self, run: Run[Array], x: Array, y: Array) -> Array:
-        """Return the output, which is in y or a view of x."""
-        raise NotImplementedError
-
-    def backward(self, run: Run[Array], x: Array, y: Array, dy: Array, dx: Array | None) -> None:
-        """Fill dx unless it is None, and the stage's part of the flat gradient."""
-        raise NotImplementedError
-
-
-class _Leaf(_Step[Array]):
-    """A layer that the ops compute."""
+    """A layer that the ops compute, with its buffers: y (N, *output_shape), and dy, its gradient."""
 
     def __init__(self, ops: Ops[Array], stage: Stage, batch_size: int, x: Array, dx: Array | None) -> None:
         shape = (batch_size, *stage.output_shape)
@@ -123,11 +99,13 @@ class _Leaf(_Step[Array]):
         self._saved = ops.saved(stage, batch_size)
 
     def forward(self, run: Run[Array], x: Array, y: Array) -> Array:
+        """Return the output, which is in y or a view of x."""
         with run.watch(self._stage.name, "forward"):
             forward_stage(self._ops, self._stage, run, x, y, self._saved)
         return y
 
     def backward(self, run: Run[Array], x: Array, y: Array, dy: Array, dx: Array | None) -> None:
+        """Fill dx unless it is None, and the stage's part of the flat gradient."""
         with run.watch(self._stage.name, "backward"):
             backward_stage(self._ops, self._stage, run, x, y, dy, self._saved, dx)
 
@@ -147,7 +125,7 @@ class _View(_Step[Array]):
         """Do nothing: dx is a view of dy's buffer."""
 
 
-class _Dropout(_Leaf[Array]):
+class _Dropout(_Step[Array]):
     """A Dropout, which outside training is not there."""
 
     def forward(self, run: Run[Array], x: Array, y: Array) -> Array:
@@ -162,23 +140,23 @@ class _Branch(_Step[Array]):
 
     def __init__(self, ops: Ops[Array], stage: Stage, batch_size: int, x: Array, dx: Array | None) -> None:
         assert isinstance(stage, net.ResidualStage)
-        self._ops, self._stage = ops, stage
+        self._ops, self._stage, self._window = ops, stage, stage.window
         self._inner = Chain(ops, stage.stages, batch_size, x, dx)
         self.y = ops.empty((batch_size, *stage.output_shape), np.float32)
         # views alone would make dy the very memory of dx, which whoever holds this layer still reads after `backward`
         self._doubles = all(isinstance(step, _View) for step in self._inner.steps)
         self.dy = ops.empty(self.y.shape, np.float32) if self._doubles else self._inner.steps[-1].dy
-        if stage.window:
+        if self._window:
             eye = np.eye(x.shape[-1], self.y.shape[-1], dtype=np.float32)[None, None]
             self._eye, self._d_eye = ops.to_device(eye), ops.empty(eye.shape, np.float32)
             self._skipped, self._d_skipped = (ops.empty(like.shape, np.float32) for like in (self.y, x))
 
     def forward(self, run: Run[Array], x: Array, y: Array) -> Array:
-        inner, window = self._inner.forward(run, x), self._stage.window
+        inner = self._inner.forward(run, x)
         with run.watch(self._stage.name, "forward"):
-            if window:
+            if self._window:
                 x, whole = self._skipped[: run.count], x
-                self._ops.conv2d(whole, self._eye, None, window, x)
+                self._ops.conv2d(whole, self._eye, None, self._window, x)
             self._ops.add(x, inner, y)
         return y
 
@@ -187,17 +165,13 @@ class _Branch(_Step[Array]):
         if dx is not None:
             with run.watch(self._stage.name, "backward"):
                 past = dy
-                if self._stage.window:
+                if self._window:
                     past = self._d_skipped[: run.count]
-                    self._ops.conv2d_backward(x, self._eye, dy, self._stage.window, past, self._d_eye, None)
+                    self._ops.conv2d_backward(x, self._eye, dy, self._window, past, self._d_eye, None)
                 self._ops.add(dy if self._doubles else dx, past, dx)
 
 
-_STEPS: dict[type, type[_Leaf | _View | _Branch]] = {
-    net.FlattenStage: _View,
-    net.DropoutStage: _Dropout,
-    net.ResidualStage: _Branch,
-}
+_STEPS: dict[type, type[_Step]] = {net.FlattenStage: _View, net.DropoutStage: _Dropout, net.ResidualStage: _Branch}
 
 
 def forward_stage(ops: Ops[Array], stage: Stage, run: Run[Array], x: Array, y: Array, saved: Any) -> None:
@@ -214,7 +188,7 @@ def forward_stage(ops: Ops[Array], stage: Stage, run: Run[Array], x: Array, y: A
         case net.LinearStage():
             ops.linear(x, *_views(stage, run.parameters), y)
         case net.DropoutStage():
-            ops.dropout(x, run.drawn, run.key(stage), stage.layer.rate, y)
+            ops.dropout(x, run.images, run.key(stage), stage.layer.rate, y)
         case net.NormStage():
             weight, bias = stage.weight.view(run.parameters), stage.bias.view(run.parameters)
             mean, variance = (average.view(run.running) for average in stage.running)
@@ -255,7 +229,7 @@ def backward_stage(
         case net.PoolStage():
             ops.avg_pool_backward(_pixels(dy), stage.window, dx)
         case net.DropoutStage():
-            ops.dropout(dy, run.drawn, run.key(stage), stage.layer.rate, dx)
+            ops.dropout(dy, run.images, run.key(stage), stage.layer.rate, dx)
         case net.StructuralStage():
             found = stage.layer.backward(*(ops.to_host(array) for array in (x, y, dy)))
             ops.copy(_fitting(stage, "backward", found, dx.shape), dx)

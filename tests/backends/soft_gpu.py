@@ -251,7 +251,7 @@ def test_a_layerwise_step_is_three_launches_and_two_graphs(name, monkeypatch):
 
 
 def test_a_kernel_is_compiled_once_and_then_comes_from_the_disk(tmp_path, monkeypatch):
-    monkeypatch.setattr(launch, "kernel_folder", lambda: tmp_path / "gpu")
+    monkeypatch.setattr(launch, "cache_folder", lambda name: tmp_path / "gpu")
     kernel, x = layers.scale.__wrapped__(64), device.to_device(np.ones(3, np.float32))
     kernel.over(3, 0, x, np.float32(2))
     (kept,) = (tmp_path / "gpu").iterdir()
@@ -419,7 +419,7 @@ def test_an_epoch_of_2000_mnist_images_ends_where_the_cpu_ends(backend, capsys):
 @pytest.fixture
 def nothing_kept(monkeypatch):
     """Kernels are compiled anew, and not kept on disk."""
-    monkeypatch.setattr(launch, "kernel_folder", lambda: None)
+    monkeypatch.setattr(launch, "cache_folder", lambda name: None)
 
 
 def forget_kernels(names):

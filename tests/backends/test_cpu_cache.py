@@ -134,7 +134,7 @@ def test_a_whole_file_that_is_no_code_is_compiled_again(tmp_path, monkeypatch):
 
 
 def key(*described, signature="void()"):
-    return cache.program_key(dispatchers.signature_of(signature), described)
+    return cache.program_key(signature, described)
 
 
 def test_the_cache_tells_programs_cpus_and_sources_apart(tmp_path, monkeypatch):

@@ -5,18 +5,17 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable
 
-from numba.core import serialize, sigutils
+from numba.core import serialize
 from numba.core.compiler import CompileResult
 from numba.core.dispatcher import Dispatcher
 from numba.core.registry import cpu_target
 from numba.core.runtime import rtsys
-from numba.core.typing.templates import Signature
 
 from cnnexp.backends import cache
 
 
-def load_or_compile(make: Callable[[str], Dispatcher], signature: Signature, *described: object) -> Dispatcher:
-    """Return `make(key)` compiled for a signature, from the disk where it has been compiled before.
+def load_or_compile(make: Callable[[str], Dispatcher], signature: str, *described: object) -> Dispatcher:
+    """Return `make(key)` compiled for a signature, e.g. `void(f4[::1], i8)`; from the disk where it has been before.
 
     Args:
         make: returns a dispatcher that is not compiled yet. The names of all compiled functions in it must hold the
@@ -44,13 +43,8 @@ _ready: dict[str, Dispatcher] = {}
 """What this process has compiled or loaded."""
 
 
-def signature_of(text: str) -> Signature:
-    """Return the signature that a text describes, e.g. `void(f4[::1], i8)`."""
-    arguments, result = sigutils.normalize_signature(text)
-    return result(*arguments)
-
-
-def compiled_bytes(function: Dispatcher, signature: Signature) -> bytes:
+def compiled_bytes(function: Dispatcher, signature: str) -> bytes:
     """Compile a dispatcher for a signature; return what a file of the cache holds of it."""
     function.compile(signature)
-    return serialize.dumps(function.overloads[signature.args]._reduce())
+    (made,) = function.overloads.values()
+    return serialize.dumps(made._reduce())

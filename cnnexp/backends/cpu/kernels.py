@@ -18,7 +18,7 @@ import numba
 import numpy as np
 from numba import prange
 
-from cnnexp.backends.cpu.dispatchers import load_or_compile, signature_of
+from cnnexp.backends.cpu.dispatchers import load_or_compile
 from cnnexp.network import Elementwise, Maths, noise
 from cnnexp.network.elementwise import fingerprint
 from cnnexp.network.losses import Loss
@@ -59,7 +59,7 @@ class Kernel:
         twin = types.FunctionType(source.__code__, {**source.__globals__, **self._bound}, source.__name__)
         twin.__qualname__ = f"{self._name}_{'parallel' if parallel else 'sequential'}"
         dispatcher = numba.njit(parallel=parallel, **OPTIONS)(twin)
-        return load_or_compile(lambda key: dispatcher, signature_of(self._signature), "cpu", twin.__qualname__)
+        return load_or_compile(lambda key: dispatcher, self._signature, "cpu", twin.__qualname__)
 
 
 def kernel(*arguments: str):
@@ -264,7 +264,7 @@ def add(a, b, total):
             total[n, d] = a[n, d] + b[n, d]
 
 
-mix = numba.njit(noise.mix, no_cpython_wrapper=True, no_cfunc_wrapper=True, **OPTIONS)
+mix = task(noise.mix)
 
 
 @kernel(matrix, "i8[::1]", "i8", "i8", "f4", matrix)
@@ -495,5 +495,4 @@ def compile_update(optimizer: Optimizer):
         rule.py_func.__qualname__, update.py_func.__qualname__ = f"rule_{key}", f"update_{key}"
         return update
 
-    signature = signature_of(f"void({', '.join([vector] * 4)}, f4, f4, f4)")
-    return load_or_compile(make, signature, "cpu update", optimizer)
+    return load_or_compile(make, f"void({', '.join([vector] * 4)}, f4, f4, f4)", "cpu update", optimizer)

@@ -23,14 +23,13 @@ class ArgmaxOps(CpuOps):
         self, x: Array, w: Array, dy: Array, window: Window, dx: Array | None, dw: Array, db: Array | None
     ) -> None:
         dws = np.empty((len(x), *dw.shape), np.float32)
-        dbs = None if db is None else np.empty((len(x), *db.shape), np.float32)
+        dbs = np.empty((len(x), w.shape[3]), np.float32)
         for n in range(len(x)):
             image = slice(n, n + 1)
             d_image = None if dx is None else dx[image]
-            d_bias = None if dbs is None else dbs[n]
-            super().conv2d_backward(x[image], w, dy[image], window, d_image, dws[n], d_bias)
+            super().conv2d_backward(x[image], w, dy[image], window, d_image, dws[n], dbs[n])
         dws.sum(axis=0, out=dw)
-        if dbs is not None:
+        if db is not None:
             dbs.sum(axis=0, out=db)
 
 

@@ -120,8 +120,7 @@ class CpuOps(HostOps):
     def loss(
         self, loss: Loss, scores: Array, labels: Array, scale: float, d_scores: Array, losses: Array, hits: Array
     ) -> None:
-        kernel = kernels.loss(loss, scores.shape[1]).compiled(False)
-        kernel(scores, labels, np.float32(scale), d_scores, losses, hits)
+        kernels.loss(loss, scores.shape[1]).compiled(False)(scores, labels, np.float32(scale), d_scores, losses, hits)
 
     def updater(self, optimizer: Optimizer) -> Update:
         compiled = kernels.compile_update(optimizer)

@@ -11,7 +11,7 @@ import numba
 import numpy as np
 from numba.core.dispatcher import Dispatcher
 
-from cnnexp.backends.cpu.dispatchers import load_or_compile, signature_of
+from cnnexp.backends.cpu.dispatchers import load_or_compile
 from cnnexp.network import noise
 
 OPTIONS = {"error_model": "numpy", "nogil": True}
@@ -115,4 +115,4 @@ def compiled(kind: str) -> Dispatcher:
     """Return `warp`, compiled for images of a kind: `uint8` or `float32`."""
     images = {"uint8": "u1[:,:,:,::1]", "float32": "f4[:,:,:,::1]"}[kind]
     signature = f"void({images}, i8[::1], f4[:,:,::1], i8[:,::1], i8, u4[::1], f4[::1], f4, f4, {images})"
-    return load_or_compile(lambda key: numba.njit(**OPTIONS)(warp.py_func), signature_of(signature), "warp", kind)
+    return load_or_compile(lambda key: numba.njit(**OPTIONS)(warp.py_func), signature, "warp", kind)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar, Protocol, Self, cast
 
 import numpy as np
@@ -93,29 +94,25 @@ class GpuProgram(LayerwiseProgram):
         """Return the graphs of a whole batch's passes, forward and backward."""
         ops, graphs, run = cast(GpuOps, self._ops), Graphs(self.gpu.index), self._run(self.batch_size, True)
 
-        def captured(one_pass: Callable[[Run[Tensor], Tensor], Any]) -> Any:
-            def enqueue(stream: Any) -> None:
-                own, ops.stream = ops.stream, stream
-                one_pass(run, self._x)
-                ops.stream = own
+        def enqueue(one_pass: Callable[[Run[Tensor], Tensor], Any], stream: Any) -> None:
+            own, ops.stream = ops.stream, stream
+            one_pass(run, self._x)
+            ops.stream = own
 
-            return graphs.capture(enqueue)
-
-        return captured(super()._forward), captured(super()._backward)
+        forward, backward = super()._forward, super()._backward
+        return graphs.capture(partial(enqueue, forward)), graphs.capture(partial(enqueue, backward))
 
     def _forward(self, run: Run[Tensor], x: Tensor) -> Tensor:
-        graphs = self._graphs(run)
-        if graphs is None:
-            return super()._forward(run, x)
-        graphs[0].launch(default_stream())
-        return self._chain.steps[-1].y
+        if graphs := self._graphs(run):
+            graphs[0].launch(default_stream())
+            return self._chain.steps[-1].y
+        return super()._forward(run, x)
 
     def _backward(self, run: Run[Tensor], x: Tensor) -> None:
-        graphs = self._graphs(run)
-        if graphs is None:
-            super()._backward(run, x)
-        else:
+        if graphs := self._graphs(run):
             graphs[1].launch(default_stream())
+        else:
+            super()._backward(run, x)
 
     def _graphs(self, run: Run[Tensor]) -> tuple[Any, Any] | None:
         """Return the graphs of the passes, None where they have to be launched kernel by kernel."""
@@ -130,7 +127,7 @@ class GpuBackend(Backend):
     on_gpu: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        self.check(self.gpu)
+        device.open_gpu(self.device)
 
     def limits(self) -> dict[str, float]:
         with device.on(self.gpu):
@@ -151,9 +148,6 @@ class GpuBackend(Backend):
     @property
     def facts(self) -> dict[str, str]:
         return self.gpu.facts
-
-    def check(self, gpu: Gpu) -> None:
-        """Raise ConfigError where a setting is more than the GPU allows."""
 
     def ops(self, batch_size: int) -> GpuOps:
         """Return the layers' mathematics at this backend's settings, for batches of that size."""

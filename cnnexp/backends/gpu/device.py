@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib.util
 import logging
 import math
@@ -11,7 +10,7 @@ import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
 import numpy as np
@@ -169,12 +168,12 @@ class Tensor:
     def dtype(self) -> np.dtype:
         return self._whole.dtype
 
-    @functools.cached_property
+    @cached_property
     def flat(self) -> Any:
         """The Numba array of its own elements."""
         return self._whole if self._start is None else self._whole[self._start : self._start + self.size]
 
-    @functools.cached_property
+    @cached_property
     def words(self) -> tuple[int, ...]:
         """What Numba's code takes for the flat array: no owners, elements, bytes of one, address, dimension, stride."""
         size, width = self._whole.size if self._start is None else self.size, self.dtype.itemsize

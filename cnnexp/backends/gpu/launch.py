@@ -39,14 +39,12 @@ class Kernel:
 
     def __init__(self, function: Callable[..., None], signature: str, block: int) -> None:
         self.function, self.signature, self.block = function, signature, block
-        self._kinds = kinds(signature)
+        # for the compiler: so bounded, a block of many threads never needs more registers than there are
+        self.options = {"launch_bounds": block}
+        arguments = re.findall(r"(\w+)(\[::1\])?", signature.removeprefix("void"))
+        self._kinds = [(np.dtype(name), bool(array)) for name, array in arguments]
         self._compiled: Any = None  # as far as it is the same on every GPU
         self._loaded: dict[int, Any] = {}  # by GPU
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """For the compiler: so bounded, a block of many threads never needs more registers than there are."""
-        return {"launch_bounds": self.block}
 
     def over(self, count: int, stream: Any, *arguments: Any) -> None:
         """Launch with a thread for each of `count` elements, which is the last argument: threads beyond do nothing."""
@@ -81,7 +79,7 @@ class Kernel:
 
     def _load(self, index: int) -> Any:
         """Return the kernel on a GPU, from the disk where it has been compiled before."""
-        folder = kernel_folder()
+        folder = cache_folder("compiled-gpu")
         path = None if folder is None else folder / f"{self._key(index)}.bin"
         made = None if path is None else read_private(path)
         if made is None:
@@ -132,18 +130,6 @@ class Graphs:
         stop = self.stream.record(options=timed)
         stop.sync()
         return (stop - start) / 1e3
-
-
-def kernel_folder() -> Path | None:
-    """Return where compiled kernels lie, in the user's cache folder; None where there is none."""
-    folder = cache_folder()
-    return None if folder is None else folder.with_name("compiled-gpu")
-
-
-def kinds(signature: str) -> tuple[tuple[np.dtype, bool], ...]:
-    """Return (dtype, whether it is an array) of every argument of a signature."""
-    inside = signature.partition("(")[2].rpartition(")")[0]
-    return tuple((np.dtype(name), bool(array)) for name, array in re.findall(r"(\w+)(\[::1\])?", inside))
 
 
 def described(value: Any) -> object:

@@ -10,7 +10,6 @@ import numpy as np
 from numba import cuda
 
 from cnnexp.backends.gpu import device
-from cnnexp.backends.gpu.device import Gpu
 from cnnexp.backends.gpu.launch import Kernel
 
 ROUNDS = 10
@@ -19,7 +18,7 @@ TURNS = 512  # of the multiply-add loop
 FLOATS = 2**28  # copied, or as much as fits
 
 
-def limits(gpu: Gpu) -> dict[str, float]:
+def limits(gpu: device.Gpu) -> dict[str, float]:
     """Measure a GPU: `gflops` of float32 multiply-adds in registers, `gb_per_s` read and written by a copy."""
     free, _ = device.free_memory()
     floats = int(min(FLOATS, free // 32))
@@ -33,7 +32,7 @@ def copied_bytes_per_s(floats: int) -> float:
     return 8 * floats / best_seconds(lambda: target.copy_to_device(source))
 
 
-def multiply_adds_per_s(gpu: Gpu, turns: int) -> float:
+def multiply_adds_per_s(gpu: device.Gpu, turns: int) -> float:
     """Return the multiply-adds a second of all multiprocessors at once, each thread going round `turns` times."""
     kernel, each = multiply_add(turns)
     blocks = gpu.multiprocessors * BLOCKS
@@ -68,5 +67,4 @@ def best_seconds(work: Callable[[], object]) -> float:
         work()
         cuda.synchronize()
 
-    done()
-    return min(timeit.repeat(done, number=1, repeat=ROUNDS))
+    return min(timeit.repeat(done, number=1, repeat=1 + ROUNDS)[1:])

@@ -55,8 +55,7 @@ class NaiveOps:
         return None
 
     def gather(self, images: Tensor, labels: Tensor, indices: Tensor, x: Tensor, t: Tensor) -> None:
-        kernel = layers.gather(x.size // x.shape[0], self._block)
-        kernel.over(x.size, self.stream, images, labels, indices, x, t)
+        layers.gather(x.size // x.shape[0], self._block).over(x.size, self.stream, images, labels, indices, x, t)
 
     def conv2d(self, x: Tensor, w: Tensor, b: Tensor | None, window: Window, y: Tensor) -> None:
         kernel = direct.conv2d(conv_sizes(x, w, window, y), b is not None, self._block)
@@ -76,9 +75,8 @@ class NaiveOps:
         direct.conv2d_backward_input(sizes, self._block).over(dx.size, self.stream, w, dy, dx)
 
     def _conv2d_backward_weights(self, sizes: ConvSizes, x: Tensor, dy: Tensor, dw: Tensor) -> None:
-        images = x.shape[0]
-        blocks_of_a_slice = -(-dw.size // self._block)
-        partial, slices = self._partial(dw.size, min(images, self._enough_blocks(blocks_of_a_slice)))
+        images, blocks = x.shape[0], -(-dw.size // self._block)  # those of a slice
+        partial, slices = self._partial(dw.size, min(images, self._enough_blocks(blocks)))
         kernel = direct.conv2d_backward_weights(sizes, self._block)
         kernel.over(partial.size, self.stream, x, dy, partial, u32(images), slices)
         self._sum_slices(partial, slices, dw)
@@ -90,12 +88,10 @@ class NaiveOps:
         layers.elementwise_backward(layer, self._block).over(y.size, self.stream, x, y, dy, dx)
 
     def max_pool(self, x: Tensor, window: Window, y: Tensor, saved: Any) -> None:
-        kernel = layers.max_pool(pool_sizes(x, window, y), self._block)
-        kernel.over(y.size, self.stream, x, y, saved)
+        layers.max_pool(pool_sizes(x, window, y), self._block).over(y.size, self.stream, x, y, saved)
 
     def max_pool_backward(self, saved: Any, dy: Tensor, window: Window, dx: Tensor) -> None:
-        kernel = layers.max_pool_backward(pool_sizes(dx, window, dy), self._block)
-        kernel.over(dx.size, self.stream, saved, dy, dx)
+        layers.max_pool_backward(pool_sizes(dx, window, dy), self._block).over(dx.size, self.stream, saved, dy, dx)
 
     def avg_pool(self, x: Tensor, window: Window, y: Tensor) -> None:
         layers.avg_pool(pool_sizes(x, window, y), self._block).over(y.size, self.stream, x, y)
@@ -117,9 +113,8 @@ class NaiveOps:
         self._sum_columns(x, m)
         layers.scale(self._block).over(m.size, self.stream, m, f32(1 / count))
         self._sum_columns(x, inverse, "(x - mean)^2", x, m)
-        shares = f32(1 / count), f32(1 / max(count - 1, 1))
-        arrays = m, inverse, mean, variance
-        layers.average(self._block).over(w.size, self.stream, *arrays, f32(layer.momentum), f32(layer.epsilon), *shares)
+        numbers = f32(layer.momentum), f32(layer.epsilon), f32(1 / count), f32(1 / max(count - 1, 1))
+        layers.average(self._block).over(w.size, self.stream, m, inverse, mean, variance, *numbers)
         layers.normalize(w.size, False, self._block).over(x.size, self.stream, x, m, inverse, w, b, ZERO, y)
 
     def batch_norm_predict(
@@ -181,8 +176,7 @@ class NaiveOps:
 
     def _sum_columns(self, dy: Tensor, out: Tensor, of: str = "dy", x: Tensor | None = None, mean: Any = None) -> None:
         """out[c] = the sum of a term, see `sums.column_sums`, over all of dy (..., C) but the column."""
-        columns = out.size
-        rows = dy.size // columns
+        columns, rows = out.size, dy.size // out.size
         partial, slices = self._partial(columns, sums.slices(self._multiprocessors, rows, columns))
         given = dy if x is None else x, self._or_nothing(mean), dy
         sums.column_sums(columns, of).over(partial.size, self.stream, *given, partial, u32(rows), slices)
@@ -219,10 +213,11 @@ class GpuNaive(GpuBackend):
         """What `block` has become: a number."""
         return BLOCK if self.block is None else self.block
 
-    def check(self, gpu: Gpu) -> None:
-        block, most = self.block_threads, gpu.block_threads
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        block, most = self.block_threads, self.gpu.block_threads
         if not 1 <= block <= most:
-            raise ConfigError(f"backend.block={block}: must be 1 .. {most} threads, the limit of {gpu.name}")
+            raise ConfigError(f"backend.block={block}: must be 1 .. {most} threads, the limit of {self.gpu.name}")
 
     def ops(self, batch_size: int) -> NaiveOps:
         return NaiveOps(self.gpu, self.block_threads)

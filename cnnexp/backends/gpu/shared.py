@@ -86,8 +86,8 @@ class GpuSharedInput(GpuNaive):
     tile: int = CONV_TILE  # side of a tile of outputs of a convolution
     make_ops: ClassVar[type[SharedInputOps]] = SharedInputOps
 
-    def check(self, gpu: Gpu) -> None:
-        super().check(gpu)
+    def __post_init__(self) -> None:
+        super().__post_init__()
         if self.tile < 1:
             raise ConfigError(f"backend.tile={self.tile}: must be >= 1, the side of a tile of outputs")
 

@@ -6,6 +6,7 @@ the cache folder, by GPU and shape, so that the search is paid once. No choice c
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 from collections.abc import Callable, Sequence
@@ -18,7 +19,6 @@ import numpy as np
 from cnnexp.backends.cache import load_or_make
 from cnnexp.backends.gpu import device
 from cnnexp.backends.gpu.backend import BLOCK, GpuBackend
-from cnnexp.backends.gpu.device import Gpu
 from cnnexp.backends.gpu.kernels.index import ConvSizes
 from cnnexp.backends.gpu.kernels.tiled import ConvTile, conv_tile
 from cnnexp.backends.gpu.launch import Graphs, source_digest
@@ -30,35 +30,28 @@ TILES_AND_FILTERS = ((4, 8), (8, 4), (8, 8), (16, 2), (16, 4))
 LAUNCHES, REPEATS = 5, 5
 
 
-def candidates(sizes: ConvSizes, gpu: Gpu) -> list[ConvTile]:
+def candidates(sizes: ConvSizes, gpu: device.Gpu) -> list[ConvTile]:
     """Return the plans worth timing: those that fit on the GPU."""
     plans = []
     for block in BLOCKS:
         for tile, filters in TILES_AND_FILTERS:
-            try:
+            with contextlib.suppress(ConfigError):  # this tile needs more shared memory than there is
                 plan = conv_tile(sizes, block, tile, gpu.shared_bytes, filters)
-            except ConfigError:
-                continue  # this tile needs more shared memory than there is
-            if block <= gpu.block_threads and plan not in plans:
-                plans.append(plan)
+                if block <= gpu.block_threads and plan not in plans:
+                    plans.append(plan)
     return plans or [conv_tile(sizes, min(BLOCK, gpu.block_threads), 1, gpu.shared_bytes, 1)]
 
 
 def fastest(plans: Sequence[ConvTile], seconds: Callable[[ConvTile], float]) -> ConvTile:
     """Return the plan with the smallest median of `REPEATS` timings, the plans taking turns so that drift hits all."""
-    timings: dict[ConvTile, list[float]] = {plan: [] for plan in plans}
-    for plan in plans:
-        seconds(plan)  # warms up
-    for _ in range(REPEATS):
-        for plan in plans:
-            timings[plan].append(seconds(plan))
-    return min(plans, key=lambda plan: float(np.median(timings[plan])))
+    _, *rounds = [[seconds(plan) for plan in plans] for _ in range(1 + REPEATS)]  # the first warms up
+    return plans[int(np.median(rounds, axis=0).argmin())]
 
 
 class TunedOps(SharedOps):
     """`SharedOps` that times the tiles of each convolution, on a whole batch, when it first meets it."""
 
-    def __init__(self, gpu: Gpu, batch_size: int) -> None:
+    def __init__(self, gpu: device.Gpu, batch_size: int) -> None:
         super().__init__(gpu, BLOCK, CONV_TILE)
         self._gpu, self._batch_size = gpu, batch_size
         self._chosen: dict[tuple[ConvSizes, bool], ConvTile] = {}

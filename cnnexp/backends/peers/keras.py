@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, assert_never
@@ -56,7 +56,7 @@ class KerasProgram(PeerProgram):
         self._gradients = compiled(self._differentiate, input_signature=batch)
         parts = [tf.TensorSpec(variable.shape) for variable in variables]
         self._apply = compiled(self._update, input_signature=[parts, *scalars])
-        self._predict = compiled(lambda x: self._forward(x, False), input_signature=[images])
+        self._predict = compiled(lambda x: _run(self._layers, x, False), input_signature=[images])
 
     def load(self, images: np.ndarray, labels: np.ndarray) -> tuple[tf.Tensor, tf.Tensor]:
         return tf.constant(as_float32(images)), tf.constant(labels.astype(np.int32))
@@ -79,11 +79,6 @@ class KerasProgram(PeerProgram):
     def _numbers(self, rate: float) -> tuple[np.float32, ...]:
         return np.float32(rate), *self.optimizer.constants(self.now.step)
 
-    def _forward(self, x: tf.Tensor, trains: bool) -> tf.Tensor:
-        for layer in self._layers:
-            x = layer(x, trains)
-        return x
-
     def _differentiate(
         self, images: tf.Tensor, labels: tf.Tensor, indices: tf.Tensor
     ) -> tuple[tf.Tensor, tf.Tensor, list[tf.Tensor]]:
@@ -91,7 +86,7 @@ class KerasProgram(PeerProgram):
         x, t = tf.gather(images, indices), tf.gather(labels, indices)
         self.now.images = indices
         with tf.GradientTape() as tape:
-            scores = self._forward(x, True)
+            scores = _run(self._layers, x, True)
             losses = _losses(self.loss, scores, t)
             if self.loss.class_weights:
                 losses *= tf.gather(tf.constant(self.loss.class_weights), t)
@@ -223,14 +218,18 @@ class KerasProgram(PeerProgram):
         more = stage.output_shape[-1] - stage.input_shape[-1]
 
         def add(x: tf.Tensor, trains: bool) -> tf.Tensor:
-            y = x
-            for layer in inner:
-                y = layer(y, trains)
+            y = _run(inner, x, trains)
             if window:
                 x = tf.pad(x[:, :: window.stride, :: window.stride], [[0, 0], [0, 0], [0, 0], [0, more]])
             return x + y
 
         return add
+
+
+def _run(layers: Sequence[Layer], x: tf.Tensor, trains: bool) -> tf.Tensor:
+    for layer in layers:
+        x = layer(x, trains)
+    return x
 
 
 def _itself(layer: Callable[[tf.Tensor], tf.Tensor]) -> Layer:

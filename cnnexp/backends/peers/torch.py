@@ -93,12 +93,11 @@ class TorchProgram(PeerProgram):
         self.averages += [torch.zeros(average.shape) for average in self.network.running]
         self._averages = dict(zip((p.name for p in self.network.running), self.averages, strict=True))
         self._updater = _updater(self.optimizer, self.tensors["parameters"])
-        keys = OPTIMIZERS[type(self.optimizer)][1]
-        for tensor in self.tensors["parameters"]:
-            slots = {keys[name]: torch.zeros_like(tensor, requires_grad=False) for name in self.optimizer.slots}
-            self._updater.state[tensor] = {"step": torch.tensor(0.0), **slots}
-            for name in self.optimizer.slots:
-                self.tensors.setdefault(name, []).append(slots[keys[name]])
+        for name in self.optimizer.slots:
+            self.tensors[name] = [torch.zeros_like(one, requires_grad=False) for one in self.tensors["parameters"]]
+        keys = [OPTIMIZERS[type(self.optimizer)][1][name] for name in self.optimizer.slots]
+        for tensor, *slots in zip(*self.tensors.values(), strict=True):
+            self._updater.state[tensor] = {"step": torch.tensor(0.0), **dict(zip(keys, slots, strict=True))}
 
     def load(self, images: np.ndarray, labels: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
         return torch.tensor(as_float32(images)), torch.tensor(labels.astype(np.int64))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import itertools
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import ClassVar
@@ -33,27 +35,23 @@ class NumpyOps(HostOps):
         np.take(labels, indices, out=t)
 
     def conv2d(self, x: Array, w: Array, b: Array | None, window: Window, y: Array) -> None:
-        padded, groups = pad(x, window), x.shape[3] // w.shape[2]
+        groups = x.shape[3] // w.shape[2]
         y[...] = 0 if b is None else b
-        for i, j in np.ndindex(w.shape[:2]):
-            patch = by_group(pixels(padded, i, j, window, y.shape[1:3]), groups)
-            by_group(y, groups)[...] += patch @ by_group(w[i, j], groups)
+        for at, patch in zip(np.ndindex(w.shape[:2]), patches(pad(x, window), window, y.shape[1:3]), strict=True):
+            by_group(y, groups)[...] += by_group(patch, groups) @ by_group(w[at], groups)
 
     def conv2d_backward(
         self, x: Array, w: Array, dy: Array, window: Window, dx: Array | None, dw: Array, db: Array | None
     ) -> None:
-        out, padded, groups = dy.shape[1:3], pad(x, window), x.shape[3] // w.shape[2]
-        d_groups, d_padded = by_group(dy, groups), None if dx is None else np.zeros_like(padded)
-        for i, j in np.ndindex(w.shape[:2]):
-            patch = by_group(pixels(padded, i, j, window, out), groups)
-            by_group(dw[i, j], groups)[...] = patch.swapaxes(1, 2) @ d_groups
-            if d_padded is not None:
-                d_patch = d_groups @ by_group(w[i, j], groups).swapaxes(1, 2)
-                pixels(d_padded, i, j, window, out)[...] += d_patch.swapaxes(0, 1).reshape(*dy.shape[:3], -1)
+        groups = x.shape[3] // w.shape[2]
+        d_groups = by_group(dy, groups)
+        for at, patch in zip(np.ndindex(w.shape[:2]), patches(pad(x, window), window, dy.shape[1:3]), strict=True):
+            by_group(dw[at], groups)[...] = by_group(patch, groups).swapaxes(1, 2) @ d_groups
         if db is not None:
             dy.sum(axis=(0, 1, 2), out=db)
-        if dx is not None and d_padded is not None:
-            dx[...] = unpad(d_padded, window, x.shape)
+        if dx is not None:
+            d_patches = (d_groups @ by_group(w[at], groups).swapaxes(1, 2) for at in np.ndindex(w.shape[:2]))
+            roll((part.swapaxes(0, 1).reshape(*dy.shape[:3], -1) for part in d_patches), window, dy.shape[1:3], dx)
 
     def elementwise(self, layer: Elementwise, x: Array, y: Array) -> None:
         y[...] = layer.rule(MATHS)(x)
@@ -62,34 +60,27 @@ class NumpyOps(HostOps):
         np.multiply(dy, layer.derivative(MATHS)(x, y), out=dx)
 
     def max_pool(self, x: Array, window: Window, y: Array, saved: Array) -> None:
-        padded, places = pad(x, window, -np.inf), saved[: len(x)]
+        places = saved[: len(x)]
         y[...] = -np.inf
         places[...] = 0
-        for i, j in np.ndindex(window.size, window.size):
-            value = pixels(padded, i, j, window, y.shape[1:3])
+        for place, value in enumerate(patches(pad(x, window, -np.inf), window, y.shape[1:3])):
             larger = value > y
-            np.copyto(places, i * window.size + j, where=larger)
+            np.copyto(places, place, where=larger)
             np.copyto(y, value, where=larger)
 
     def max_pool_backward(self, saved: Array, dy: Array, window: Window, dx: Array) -> None:
-        d_padded, places = np.zeros_like(pad(dx, window)), saved[: len(dy)]
-        for i, j in np.ndindex(window.size, window.size):
-            pixels(d_padded, i, j, window, dy.shape[1:3])[...] += dy * (places == i * window.size + j)
-        dx[...] = unpad(d_padded, window, dx.shape)
+        parts = (dy * (saved[: len(dy)] == place) for place in range(window.size**2))
+        roll(parts, window, dy.shape[1:3], dx)
 
     def avg_pool(self, x: Array, window: Window, y: Array) -> None:
-        padded = pad(x, window)
         y[...] = 0
-        for i, j in np.ndindex(window.size, window.size):
-            y += pixels(padded, i, j, window, y.shape[1:3])
+        for patch in patches(pad(x, window), window, y.shape[1:3]):
+            y += patch
         y /= _inside(x.shape, window, y.shape[1:3])
 
     def avg_pool_backward(self, dy: Array, window: Window, dx: Array) -> None:
         share = dy / _inside(dx.shape, window, dy.shape[1:3])
-        d_padded = np.zeros_like(pad(dx, window))
-        for i, j in np.ndindex(window.size, window.size):
-            pixels(d_padded, i, j, window, dy.shape[1:3])[...] += share
-        dx[...] = unpad(d_padded, window, dx.shape)
+        roll([share] * window.size**2, window, dy.shape[1:3], dx)
 
     def add(self, a: Array, b: Array, total: Array) -> None:
         np.add(a, b, out=total)
@@ -127,16 +118,20 @@ def pad(x: np.ndarray, window: Window, value: float = 0.0) -> np.ndarray:
     return np.pad(x, ((0, 0), (top, bottom), (left, right), (0, 0)), constant_values=value)
 
 
-def unpad(padded: np.ndarray, window: Window, shape: tuple[int, ...]) -> np.ndarray:
-    """Return the view of `padded` that `pad` was given, of shape (N,H,W,C)."""
-    return padded[:, window.top : window.top + shape[1], window.left : window.left + shape[2]]
-
-
-def pixels(padded: np.ndarray, i: int, j: int, window: Window, out: tuple[int, ...]) -> np.ndarray:
-    """Return the view (N,*out,C) of the pixels at offset (i, j) of every window."""
+def patches(padded: np.ndarray, window: Window, out: tuple[int, ...]) -> Iterator[np.ndarray]:
+    """Yield the view (N,*out,C) of the pixels at each offset (i, j) of every window, row by row."""
     stride, (rows, columns) = window.stride, out
-    i, j = i * window.dilation, j * window.dilation
-    return padded[:, i : i + (rows - 1) * stride + 1 : stride, j : j + (columns - 1) * stride + 1 : stride]
+    for i, j in itertools.product(range(0, window.size * window.dilation, window.dilation), repeat=2):
+        yield padded[:, i : i + (rows - 1) * stride + 1 : stride, j : j + (columns - 1) * stride + 1 : stride]
+
+
+def roll(parts: Iterable[np.ndarray], window: Window, out: tuple[int, ...], x: np.ndarray) -> None:
+    """Fill x (N,H,W,C) with the sums of the parts (N,*out,C) of each offset that go to a pixel: col2im."""
+    (images, height, width, channels), (top, left, bottom, right) = x.shape, window.pads
+    padded = np.zeros((images, top + height + bottom, left + width + right, channels), np.float32)
+    for patch, part in zip(patches(padded, window, out), parts, strict=True):
+        patch += part
+    x[...] = padded[:, top : top + height, left : left + width]
 
 
 def by_group(a: np.ndarray, groups: int) -> np.ndarray:
@@ -147,15 +142,10 @@ def by_group(a: np.ndarray, groups: int) -> np.ndarray:
 def _inside(shape: tuple[int, ...], window: Window, out: tuple[int, ...]) -> np.ndarray:
     """Return how many pixels of each window lie inside the image, float32 (1,*out,1)."""
     ones = np.ones((1, shape[1], shape[2], 1), np.float32)
-    padded, count = pad(ones, window), np.zeros((1, *out, 1), np.float32)
-    for i, j in np.ndindex(window.size, window.size):
-        count += pixels(padded, i, j, window, out)
-    return count
+    return np.sum(list(patches(pad(ones, window), window, out)), axis=0)
 
 
-@functools.cache
-def _thread_pools() -> threadpoolctl.ThreadpoolController:
-    return threadpoolctl.ThreadpoolController()
+_thread_pools = functools.cache(threadpoolctl.ThreadpoolController)
 
 
 def one_blas_thread() -> AbstractContextManager[object]:

@@ -65,25 +65,22 @@ class SplitOps:
         return functools.partial(self._sum if name in SUMMED else self._each, work, BY_IMAGE[name][0])
 
     def _parts(self, images: np.ndarray) -> list[slice]:
-        count = len(images)
-        workers = min(self._threads, count)
+        count, workers = len(images), min(self._threads, len(images))
         return [slice(i * count // workers, (i + 1) * count // workers) for i in range(workers)]
 
     def _each(self, work: Callable, first: int, *arguments: Any) -> None:
         """Do `work` on every part of the images, side by side; the argument `first` has a part for each."""
-        for _ in self.pool.map(lambda part: work(part, *arguments), self._parts(arguments[first])):
-            pass  # each result is waited for, and a worker's error is raised here
+        # each result is waited for, and a worker's error is raised here
+        list(self.pool.map(lambda part: work(part, *arguments), self._parts(arguments[first])))
 
     def _sum(self, work: Callable, first: int, *arguments: Any) -> None:
         """As `_each`, with gradients dw and db of its own for every part, and add them up in order."""
         (*given, dw, db), parts = arguments, self._parts(arguments[first])
         dws = np.empty((len(parts), *dw.shape), np.float32)
-        dbs = None if db is None else np.empty((len(parts), *db.shape), np.float32)
-        own = zip(parts, dws, [None] * len(parts) if dbs is None else dbs, strict=True)
-        for _ in self.pool.map(lambda one: work(one[0], *given, *one[1:]), own):
-            pass
+        dbs: Any = [None] * len(parts) if db is None else np.empty((len(parts), *db.shape), np.float32)
+        list(self.pool.map(lambda part, *own: work(part, *given, *own), parts, dws, dbs))
         dws.sum(axis=0, out=dw)
-        if dbs is not None:
+        if db is not None:
             dbs.sum(axis=0, out=db)
 
 

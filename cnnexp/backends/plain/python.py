@@ -43,8 +43,7 @@ class PythonOps(HostOps):
 
     def gather(self, images: Array, labels: Array, indices: Array, x: Array, t: Array) -> None:
         for n, index in enumerate(indices):
-            x[n] = images[index]
-            t[n] = labels[index]
+            x[n], t[n] = images[index], labels[index]
 
     def conv2d(self, x: Array, w: Array, b: Array | None, window: Window, y: Array) -> None:
         (_, height, width, channels), (*_, seen, filters) = x.shape, w.shape
@@ -62,8 +61,7 @@ class PythonOps(HostOps):
     ) -> None:
         (_, height, width, channels), (*_, seen, filters) = x.shape, w.shape
         images, weights, d_outputs = x.tolist(), w.tolist(), dy.tolist()
-        d_images, d_weights = _zeros(x), _zeros(w)
-        d_bias = [0.0] * filters
+        d_images, d_weights, d_bias = _zeros(x), _zeros(w), [0.0] * filters
         for n, p, q, f in np.ndindex(dy.shape):
             d_output, first = d_outputs[n][p][q][f], f * channels // seen // filters * seen
             d_bias[f] += d_output
@@ -146,8 +144,7 @@ class PythonOps(HostOps):
     def _normalize_backward(
         self, x: Array, dy: Array, mean: Array, scale: Array, mean_dy: Array, factor: Array, dx: Array
     ) -> None:
-        for c, numbers in enumerate(zip(*(a.tolist() for a in (mean, scale, mean_dy, factor)), strict=True)):
-            m, s, mean_d, f = numbers
+        for c, (m, s, mean_d, f) in enumerate(zip(*(a.tolist() for a in (mean, scale, mean_dy, factor)), strict=True)):
             pairs = zip(x[..., c].ravel().tolist(), dy[..., c].ravel().tolist(), strict=True)
             _store([s * (d - mean_d - (value - m) * f) for value, d in pairs], dx[..., c])
 

@@ -30,7 +30,6 @@ class GpuFused(GpuBackend):
 
     @property
     def clocked(self) -> Backend:
-        """This backend, its programs clocking their parts: see `fused.clocks`."""
         backend = copy.copy(self)
         object.__setattr__(backend, "clocks", True)
         return backend

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numba import cuda
 
-from cnnexp.backends.gpu.fused.kernels import BLOCK, as_it_is, fraction, image_at
+from cnnexp.backends.gpu.fused.kernels import BLOCK, fraction, image_at
 from cnnexp.backends.gpu.kernels.index import ZERO, ConvSizes, f32, offset, padded_pixel, split, u32, unsigned
 from cnnexp.backends.gpu.launch import Kernel
 
@@ -42,19 +42,9 @@ class ConvBlock:
     def V(self) -> int:  # noqa: N802
         return self.sizes.Q // self.pool
 
-    @property
-    def wide(self) -> int:
-        """Columns of the padded image that windows see."""
-        return (self.sizes.Q - 1) * self.sizes.stride + self.sizes.K
-
     def input_rows(self, rows: int) -> int:
         """Return the rows of the padded image under `rows` rows of pooled outputs."""
         return (rows * self.pool - 1) * self.sizes.stride + self.sizes.K
-
-    @property
-    def inactive(self) -> int:
-        """What stands for the argmax of a window whose maximum ReLU made 0."""
-        return self.pool**2
 
     @property
     def input_type(self) -> str:
@@ -63,7 +53,7 @@ class ConvBlock:
 
 def pixel_of(conv: ConvBlock) -> Any:
     """Return `padded_pixel` of what the convolution reads."""
-    return padded_pixel(conv.sizes, fraction if conv.from_bytes else as_it_is)
+    return padded_pixel(conv.sizes, fraction if conv.from_bytes else f32)
 
 
 @cache
@@ -80,7 +70,7 @@ def first_of(conv: ConvBlock) -> Any:
 @cache
 def pooled_of(conv: ConvBlock) -> Any:
     """Return the device function (total, first, bias): the largest of a window's sums with bias and ReLU; argmax."""
-    window, relu, inactive = conv.pool**2, conv.relu, u32(conv.inactive)
+    window, relu, inactive = conv.pool**2, conv.relu, u32(conv.pool**2)
 
     def pooled(total, first, bias):
         best, where = total[first], u32(0)
@@ -103,7 +93,7 @@ def conv2d(conv: ConvBlock, rows: int, filters: int) -> Kernel:
     reads serves all its filters. w ends in the biases, if there are any.
     """
     _, _, C, K, F, stride, *_ = unsigned(conv.sizes)
-    S, U, V, wide, high = (u32(v) for v in (conv.pool, conv.U, conv.V, conv.wide, conv.input_rows(rows)))
+    S, U, V, wide, high = (u32(v) for v in (conv.pool, conv.U, conv.V, conv.sizes.wide, conv.input_rows(rows)))
     together = filters_together(conv, filters)
     lanes = -(-filters // together)  # threads that share a place
     pitch, lanes_, abreast = u32(lanes * together), u32(lanes), u32(BLOCK // lanes)
@@ -190,12 +180,12 @@ def conv2d_backward_weights(conv: ConvBlock, rows: int, pairs: int, slices: int)
     out the places of a pair and add up in shared memory. partial[part] is as w of `conv2d`, part = slice, rows' number.
     """
     _, _, C, K, F, stride, *_ = unsigned(conv.sizes)
-    S, U, V, wide = u32(conv.pool), u32(conv.U), u32(conv.V), u32(conv.wide)
+    S, U, V, wide = u32(conv.pool), u32(conv.U), u32(conv.V), u32(conv.sizes.wide)
     rows_, pairs_, slices_, block = u32(rows), u32(pairs), u32(slices), u32(BLOCK)
     splits, pair_groups = u32(-(-conv.U // rows)), u32(-(-conv.sizes.C * conv.sizes.F // pairs))
-    x_size, cells = conv.input_rows(rows) * conv.wide * conv.sizes.C, u32(rows * conv.V)
+    x_size, cells = conv.input_rows(rows) * conv.sizes.wide * conv.sizes.C, u32(rows * conv.V)
     taps, sums, groups = conv.sizes.K**2, (conv.sizes.K**2 + 1) * BLOCK, u32(BLOCK // pairs)
-    inactive, all_pairs, has_bias = u32(conv.inactive), u32(C * F), conv.has_bias
+    inactive, all_pairs, has_bias = u32(conv.pool**2), u32(C * F), conv.has_bias
     size = u32(taps * all_pairs + F * has_bias)
     input_pixel, first_pixel = pixel_of(conv), first_of(conv)
 

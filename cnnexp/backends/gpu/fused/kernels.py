@@ -33,11 +33,6 @@ def fraction(value):
 
 
 @cuda.jit(device=True)
-def as_it_is(value):
-    return f32(value)
-
-
-@cuda.jit(device=True)
 def image_at(order, ahead, n):
     """Return the n-th image of a batch: its number in the data set."""
     return u32(order[u32(order[0] + ahead + n + 1)])
@@ -54,7 +49,7 @@ def sum_threads(parts: int) -> int:
 @cache
 def gather(D: int, from_bytes: bool) -> Kernel:
     """x[n, d] = image order[start + n], for a network that does not open with a fused convolution."""
-    D, pixel = u32(D), fraction if from_bytes else as_it_is
+    D, pixel = u32(D), fraction if from_bytes else f32
 
     def gather(images, order, ahead, x, count):
         i = u32(cuda.grid(1))

@@ -74,12 +74,11 @@ class GradientArena:
         if parameter is not None:
             self.partials.append(Partials(parameter.offset, parameter.size, parameter.offset, 1))
 
-    def allocate(self) -> Tensor:
-        """Return the memory of all that was given out."""
+    def allocate(self) -> None:
+        """Allocate the memory of all that was given out."""
         self.memory = device.empty((self._size,), np.float32)
         for given in self.partials:
             given.memory = self.memory[given.base : given.base + given.parts * given.size]
-        return self.memory
 
 
 def extent(stage: ConvStage | LinearStage) -> tuple[int, int]:
@@ -164,7 +163,7 @@ def plan_conv(conv: ConvBlock, context: Context) -> ConvPlan | None:
     filters = min(sizes.F, LANES)
     together = conv_kernels.filters_together(conv, filters)
     w_size = sizes.K**2 * sizes.C * -(-filters // together) * together
-    row = conv.wide * sizes.C
+    row = sizes.wide * sizes.C
     rows = -(-conv.U // context.splits(batch * -(-sizes.F // filters), conv.U))
     rows = fitting(rows, lambda r: conv.input_rows(r) * row + w_size <= room)
 
@@ -185,9 +184,7 @@ def plan_conv(conv: ConvBlock, context: Context) -> ConvPlan | None:
 
 def fitting(rows: int, fits: Callable[[int], bool]) -> int:
     """Return the most rows up to `rows` that fit, 0 if none."""
-    while rows and not fits(rows):
-        rows -= 1
-    return rows
+    return next(filter(fits, range(rows, 0, -1)), 0)
 
 
 class FusedConv(FusedNode):
@@ -197,7 +194,6 @@ class FusedConv(FusedNode):
         self, context: Context, stage: ConvStage, conv: ConvBlock, plan: ConvPlan, before: FusedNode | None
     ) -> None:
         self._before = before
-        batch = context.batch_size
         self._allocate(context, (conv.U, conv.V, conv.sizes.F))
         self._argmax = device.empty(self.y.shape, np.uint8)
         self._w = context.view(stage)
@@ -205,7 +201,7 @@ class FusedConv(FusedNode):
         self._blocks = -(-conv.U // plan.rows) * -(-conv.sizes.F // plan.filters)  # of an image
         kinds = {is_bytes: replace(conv, from_bytes=is_bytes and before is None) for is_bytes in (False, True)}
         self._forward = {k: conv_kernels.conv2d(conv, plan.rows, plan.filters) for k, conv in kinds.items()}
-        slices, splits = min(batch, plan.slices), -(-conv.U // plan.weight_rows)
+        slices, splits = plan.slices, -(-conv.U // plan.weight_rows)
         cut = plan.weight_rows, plan.pairs, slices
         self._weights = {k: conv_kernels.conv2d_backward_weights(conv, *cut) for k, conv in kinds.items()}
         self._weight_blocks = slices * splits * -(-conv.sizes.C * conv.sizes.F // plan.pairs)

@@ -124,13 +124,12 @@ class FusedProgram(FlatProgram[Tensor, Any]):
 
     def _load(self, images: np.ndarray, labels: np.ndarray) -> DeviceSplit:
         """Put bytes or float32 images on the GPU, all of them."""
-        count, batch = len(images), self.batch_size
-        room = max(count, batch)
+        room = max(len(images), self.batch_size)
         return DeviceSplit(
             images=device.to_device(images),
             labels=device.to_device(labels.astype(np.int32)),
             order=device.empty((1 + room,), np.uint32),
-            rates=device.empty((3 * -(-room // batch),), np.float32),
+            rates=device.empty((3 * -(-room // self.batch_size),), np.float32),
             outcomes=device.empty((room, 2), np.float32),
             sums=device.empty((-(-room // BLOCK), 2), np.float32),
         )
@@ -149,10 +148,11 @@ class FusedProgram(FlatProgram[Tensor, Any]):
     @in_scope
     def gradients(self, handle: DeviceSplit | streamed.Streamed, indices: np.ndarray) -> tuple[Totals, np.ndarray]:
         split, places = next(streamed.parts(handle, indices))
+        step = BatchStep(self._stream, split, 0, len(places))
         self._send(split, places)
-        self._run(BatchStep(self._stream, split, 0, len(places)))
-        self._update(BatchStep(self._stream, split, 0, len(places)), self._gradient)
-        return self._totals(split, len(places)), self._to_host(self._gradient)
+        self._run(step)
+        self._update(step, self._gradient)
+        return self._totals(split, len(places)), device.to_host(self._gradient)
 
     @in_scope
     def predict(self, handle: DeviceSplit | streamed.Streamed) -> np.ndarray:
@@ -189,8 +189,6 @@ class FusedProgram(FlatProgram[Tensor, Any]):
 
     def _warm_up(self) -> None:
         """Take every path once on zeros: kernels are compiled before anything is timed, and never while a graph is."""
-        fresh = {"parameters": np.zeros(self.network.parameter_count, np.float32)}
-        self.restore(fresh)
         zeros = np.zeros((self.batch_size, *self.network.input_shape), np.uint8)
         labels, order = np.zeros(self.batch_size, np.int32), np.arange(self.batch_size)
         for images in (zeros, zeros.astype(np.float32)):
@@ -202,7 +200,7 @@ class FusedProgram(FlatProgram[Tensor, Any]):
             self._capture(split)
             self._train(split, order, np.zeros(1), self._graphs is not None)
             self.predict(split)
-        self.restore(fresh)
+        self.restore({"parameters": np.zeros(self.network.parameter_count, np.float32)})
         self._images = 0
         if self._clocks:
             self._clocks.reset()
@@ -278,14 +276,12 @@ class FusedProgram(FlatProgram[Tensor, Any]):
         device.synchronize()
 
     def _totals(self, split: DeviceSplit, count: int) -> Totals:
+        """Return the totals of a pass, all work being done."""
         blocks = -(-count // BLOCK)
         kernels.sum_up(BLOCK).launch(blocks, self._stream, split.outcomes, split.sums, u32(count))
-        loss, hits = self._to_host(split.sums[:blocks]).sum(axis=0, dtype=np.float64)
-        return Totals(float(loss), int(hits), count)
-
-    def _to_host(self, tensor: Tensor) -> np.ndarray:
         device.synchronize()
-        return device.to_host(tensor)
+        loss, hits = device.to_host(split.sums[:blocks]).sum(axis=0, dtype=np.float64)
+        return Totals(float(loss), int(hits), count)
 
 
 def segments(partials: list[Partials], within: list[slice]) -> np.ndarray:

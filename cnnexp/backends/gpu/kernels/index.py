@@ -51,6 +51,11 @@ class ConvSizes:
         return self.groups == self.dilation == 1
 
     @property
+    def wide(self) -> int:
+        """Columns of the padded image that windows without dilation see."""
+        return (self.Q - 1) * self.stride + self.K
+
+    @property
     def padded(self) -> bool:
         """Whether windows reach outside the image."""
         reach = (self.K - 1) * self.dilation + 1

@@ -33,10 +33,9 @@ def conv2d(sizes: ConvSizes, flipped: bool, has_bias: bool, stage_filters: bool,
     x_size, w_size = plan.x_size, plan.w_size if stage_filters else 1
     outputs = u32(plan.tile * plan.tile * plan.filters)
 
+    @cuda.jit(device=True)
     def weight_place(k, c, f):
         return offset(u32(last - k), F, f, C, c) if flipped else offset(k, C, c, F, f)
-
-    weight_place = cuda.jit(device=True)(weight_place)
 
     def conv2d(x, w, b, y):
         x_tile = cuda.shared.array(x_size, f32)
@@ -139,7 +138,7 @@ def conv2d_backward_weights(sizes: ConvSizes, rows: int, stage_dy: bool, block: 
     H, W, C, K, F, stride, _, _, P, Q, *_ = unsigned(sizes)
     image, input_pixel = u32(H * W * C), padded_pixel(sizes)
     size, rows, block = u32(sizes.K * sizes.K * sizes.C * sizes.F), u32(rows), u32(block)
-    wide, groups = u32(_padded_width(sizes)), u32(-(-int(size) // int(block)))
+    wide, groups = u32(sizes.wide), u32(-(-int(size) // int(block)))
     x_size = int(((rows - 1) * stride + K) * wide * C)
     dy_size = int(rows * Q * F) if stage_dy else 1
 
@@ -194,11 +193,7 @@ def conv2d_backward_weights(sizes: ConvSizes, rows: int, stage_dy: bool, block: 
 
 def rows_that_fit(sizes: ConvSizes, stage_dy: bool, shared_bytes: int) -> int:
     """Return how many rows of outputs `conv2d_backward_weights` can stage at once; 0 if none."""
-    row = 4 * _padded_width(sizes) * sizes.C  # bytes
+    row = 4 * sizes.wide * sizes.C  # bytes
     per_output_row = row * sizes.stride + (4 * sizes.Q * sizes.F if stage_dy else 0)
     spare = shared_bytes - 4 - row * (sizes.K - sizes.stride)  # an unused dy tile is 4 bytes
     return max(0, min(spare // per_output_row, sizes.P))
-
-
-def _padded_width(sizes: ConvSizes) -> int:
-    return (sizes.Q - 1) * sizes.stride + sizes.K
