@@ -1,11 +1,9 @@
-"""The figures of the papers: whether every text in them is whole."""
-
 from dataclasses import replace
 
 import numpy as np
 import pytest
 from canvas import cut_off
-from papers.jobs import make_job
+from papers.test_compare import make_job
 
 from cnnexp.papers import EXPERIMENTS, figures
 from cnnexp.papers.compare import Cell, Result
