@@ -19,6 +19,7 @@ TINY = ("experiment=smoke", "backend=numpy", "tracking=none", "trainer.baseline=
 ROOT = Path(__file__).resolve().parents[1]
 MNIST = ROOT.parent / "shared" / "data" / "mnist"
 needs_mnist = pytest.mark.skipif(not MNIST.is_dir(), reason="needs the four IDX files of MNIST in ../shared/data/mnist")
+mlflow_warns = pytest.mark.filterwarnings("default")  # as what it imports does; the recorder's process silences both
 RECORD_NOTHING = {"--cfg", "check", "explain", "help", "predict"}
 
 

@@ -3,13 +3,12 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
-from commands import raises
+from commands import ROOT, raises
 from tables import each
 
 from cnnexp import Elementwise, Flatten, Linear, Network, testing
@@ -143,7 +142,7 @@ def test_one_operation_that_explains_all_is_named(ops, said):
 
 @pytest.mark.parametrize("name", ["Swish", "sign"])
 def test_a_layer_and_an_optimizer_are_compared_on_the_backends_that_compile_them(name, no_plugins, capsys):
-    registry.load(str(Path(__file__).resolve().parents[1] / "outside.py"))
+    registry.load(f"{ROOT}/tests/outside.py")
     check.command([name])
     first, *rows, last = capsys.readouterr().out.splitlines()
     assert first == f"{name}: its rule is right; a network with it, beside numpy:"

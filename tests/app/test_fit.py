@@ -4,7 +4,7 @@ import re
 from dataclasses import replace
 
 import pytest
-from commands import raises
+from commands import mlflow_warns, raises
 
 import cnnexp
 from cnnexp import SGD, AdamW, CnnexpError, Digits, OneConv, ResNet, Step, Synthetic, fit
@@ -96,7 +96,7 @@ def test_help_begins_with_what_people_use_and_the_summary_adds_up(trained):
     assert sum(sizes) == trained.network.parameter_count
 
 
-@pytest.mark.filterwarnings("default")  # MLflow and what it imports warn of each other
+@mlflow_warns
 def test_a_recorded_fit_is_a_run(tmp_path, monkeypatch, new_store):
     uri = new_store(tmp_path)
     monkeypatch.setattr(fitting, "store_uri", lambda uri_: uri)

@@ -15,7 +15,7 @@ from unittest.mock import MagicMock
 import numpy as np
 import pytest
 from checkpoints import GRAY, saved
-from commands import ROOT, cnnexp, raises, serving, wait_for
+from commands import ROOT, cnnexp, mlflow_warns, raises, serving, wait_for
 from PIL import Image
 from renderings import opaque, png
 from tables import each
@@ -167,8 +167,7 @@ def recorded(tmp_path_factory, new_store):
     return folder / "runs" / "1", uri
 
 
-# MLflow and what it imports warn of each other
-@pytest.mark.filterwarnings("default")
+@mlflow_warns
 @pytest.mark.thorough
 def test_mlflow_loads_the_model_of_a_run(recorded, monkeypatch):
     import mlflow
@@ -193,7 +192,7 @@ def test_mlflow_loads_the_model_of_a_run(recorded, monkeypatch):
     np.testing.assert_allclose(other.predict(test), model.predict(test), rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.filterwarnings("default")
+@mlflow_warns
 def test_a_model_of_mlflows_takes_arrays_lists_and_pictures_in_base64(recorded):
     import mlflow
 

@@ -11,7 +11,7 @@ from concurrent.futures.process import BrokenProcessPool
 from unittest.mock import MagicMock
 
 import pytest
-from commands import ROOT, TINY, cnnexp
+from commands import ROOT, TINY, cnnexp, mlflow_warns
 from omegaconf import OmegaConf
 from results import CONFIG, DATASET, NETWORK, Backend, epoch_result, train, write_journal
 from rich.console import Console
@@ -26,8 +26,7 @@ from cnnexp.tracking.events import FALLBACK, JOURNAL
 from cnnexp.tracking.journal import Run
 from cnnexp.tracking.pipe import NoAnswerYet, Recorder
 
-# MLflow and what it imports warn of each other; the recorder's process silences them
-pytestmark = pytest.mark.filterwarnings("default")
+pytestmark = mlflow_warns
 
 
 @pytest.fixture(autouse=True)

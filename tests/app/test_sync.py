@@ -1,7 +1,7 @@
 import json
 
 import pytest
-from commands import raises
+from commands import mlflow_warns, raises
 from results import CONFIG, epoch_result, train
 
 from cnnexp.app import sync
@@ -10,7 +10,7 @@ from cnnexp.tracking import store as stores
 from cnnexp.tracking.events import JOURNAL, read_journal
 from cnnexp.tracking.journal import Run
 
-pytestmark = pytest.mark.filterwarnings("default")
+pytestmark = mlflow_warns
 
 
 def leave_behind(folder, uri, epochs=2, ended=True):

@@ -12,15 +12,14 @@ from unittest.mock import MagicMock
 
 import pytest
 from chromium import CHROMIUM, Browser
-from commands import raises, serving, wait_for
+from commands import mlflow_warns, raises, serving, wait_for
 
 from cnnexp.errors import BackendUnavailable, ConfigError
 from cnnexp.tracking import address, browser, view
 from cnnexp.tracking import store as stores
 from cnnexp.tracking.events import EXAMPLE, MODEL
 
-# MLflow and what it imports warn of each other; the recorder's process silences them
-pytestmark = pytest.mark.filterwarnings("default")
+pytestmark = mlflow_warns
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
-from commands import raises, wait_for
+from commands import mlflow_warns, raises, wait_for
 from results import CONFIG, DATASET, NETWORK, Backend, epoch_result, train
 from tables import each
 from tracking.test_store import history, read
@@ -23,8 +23,7 @@ from cnnexp.tracking.journal import Run
 from cnnexp.tracking.metrics import default_name, flatten, predicted_classes
 from cnnexp.tracking.pipe import NoAnswerYet, Recorder
 
-# MLflow and what it imports warn of each other; the recorder's process silences them
-pytestmark = pytest.mark.filterwarnings("default")
+pytestmark = mlflow_warns
 PATH = "dataset.root=/a/very/long/path/to/photos"
 CHANGED = ["model.filters=8", "model=one_conv", "tracking.uri=sqlite:///x", "trainer.seed=1", "~trainer.lr"]
 LAYERS = "model.layers=[{type: Flatten}, {type: Linear, features: 10}]"

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from unittest.mock import MagicMock
 
 import pytest
-from commands import raises
+from commands import mlflow_warns, raises
 from tables import each
 
 from cnnexp.errors import ConfigError, TrackingError
@@ -18,8 +18,7 @@ from cnnexp.tracking import store as stores
 from cnnexp.tracking.events import FOLDER, JOURNAL, note
 from cnnexp.tracking.pipe import Recorder
 
-# MLflow and what it imports warn of each other; the recorder's process silences them
-pytestmark = pytest.mark.filterwarnings("default")
+pytestmark = mlflow_warns
 
 
 @pytest.fixture(scope="module")
