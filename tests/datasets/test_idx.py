@@ -109,14 +109,9 @@ def test_root_missing_file_and_empty_and_another_shape_than_the_published(tmp_pa
     refused(Mnist(root=str(tmp_path)), said)
 
 
-@pytest.fixture
-def published(monkeypatch):
-    publish(monkeypatch, files := small_set())
-    return files
-
-
 @each((Mnist, "altered: its content has sha256"), (FashionMnist, "altered.*: it has sha256"))
-def test_verify_accepts_the_published_content_and_sees_one_altered_pixel(tmp_path, published, source, part):
+def test_verify_accepts_the_published_content_and_sees_one_altered_pixel(tmp_path, monkeypatch, source, part):
+    publish(monkeypatch, published := small_set())
     write(tmp_path, published)
     assert len(source(root=str(tmp_path)).load().train) == 30
     if source is Mnist:  # it may be compressed anew

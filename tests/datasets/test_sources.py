@@ -88,7 +88,6 @@ def test_illegal_values_are_one_line(source, values, part):
     raises(ConfigError, part, source, **values)
 
 
-# fer2013
 USAGES = ["Training"] * 6 + ["PublicTest"] * 3 + ["PrivateTest"] * 2
 ROWS = [[n % 7, " ".join([str(n)] * 48 * 48), usage] for n, usage in enumerate(USAGES)]
 
@@ -146,7 +145,6 @@ def test_fer2013_of_another_layout_truncated_missing_or_binary(tmp_path, fer):
     refused(Fer2013(path=str(tmp_path / "binary.csv")), r"binary\.csv")
 
 
-# images
 def write_pictures(folder, count=10, size=(6, 4), suffix=".png"):
     for name, red, blue in (("blue", 0, 250), ("red", 250, 0)):
         (folder / name).mkdir(parents=True)
@@ -221,7 +219,6 @@ def test_folders_that_hold_no_classes(tmp_path):
     refused(Images(root=str(tmp_path / "split")), "class 'green' is not among the training classes blue, red")
 
 
-# npz
 ARRAYS = {
     "train_images": np.arange(6 * 4 * 4, dtype=np.uint8).reshape(6, 4, 4),
     "train_labels": np.array([0, 1, 2, 0, 1, 2]),

@@ -16,15 +16,15 @@ from cnnexp.system.cores import usable_cores
 SPIN = "import os; print(os.getpid(), flush=True)\nwhile True: pass"
 
 
-@pytest.fixture
-def machine(tmp_path, monkeypatch):
-    """Its /proc, and a function by which time passes; what is used is in seconds of all our cores together."""
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux counts what others use")
+@each((0.0, 0.0, False), (0.03, 0.0, False), (0.2, 0.0, True), (0.0, 0.1, True))
+def test_disturbed_is_what_others_used_never_how_our_threads_waited(tmp_path, monkeypatch, others, stolen, disturbed):
+    cores = usable_cores()
     now = {"clock": 0.0, "own": 0.0, "idle": 0.0, "stolen": 0.0}
     monkeypatch.setattr(interference.time, "monotonic", lambda: now["clock"])
     monkeypatch.setattr(interference, "_own_s", lambda: now["own"])
 
-    def pass_time(seconds, own, others, stolen=0.0):
-        cores = usable_cores()
+    def pass_time(seconds, own, others, stolen=0.0):  # in seconds of all our cores together
         idle = seconds * cores - own - others - stolen
         for key, passed in (("clock", seconds), ("own", own), ("idle", idle), ("stolen", stolen)):
             now[key] += passed
@@ -34,22 +34,14 @@ def machine(tmp_path, monkeypatch):
         (tmp_path / "stat").write_text(f"cpu  9 9 9 9 9 9 9 9 0 0\n{''.join(ours)}{other}ctxt 1\n")
 
     pass_time(1.0, 0.5, 0.0)
-    return tmp_path, pass_time
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux counts what others use")
-@each((0.0, 0.0, False), (0.03, 0.0, False), (0.2, 0.0, True), (0.0, 0.1, True))
-def test_disturbed_is_what_others_used_never_how_the_own_threads_waited(machine, others, stolen, disturbed):
-    folder, pass_time = machine
-    cores = usable_cores()
-    watch = Watch(cores, folder)
+    watch = Watch(cores, tmp_path)
     assert watch.interference() is None
     watch.start()
     pass_time(0.1, 0.0, 0.1 * cores)
     watch.finished(None)
     assert not watch.interference().known, "too short to say"
     assert not watch.interference().disturbed
-    watch = Watch(cores, folder)
+    watch = Watch(cores, tmp_path)
     watch.start()
     for _ in range(3):
         pass_time(1.0, 0.5 * cores, others * cores, stolen * cores)
