@@ -19,6 +19,7 @@ TINY = ("experiment=smoke", "backend=numpy", "tracking=none", "trainer.baseline=
 ROOT = Path(__file__).resolve().parents[1]
 MNIST = ROOT.parent / "shared" / "data" / "mnist"
 needs_mnist = pytest.mark.skipif(not MNIST.is_dir(), reason="needs the four IDX files of MNIST in ../shared/data/mnist")
+mlflow_warns = pytest.mark.filterwarnings("default")  # as what it imports does; the recorder's process silences both
 RECORD_NOTHING = {"--cfg", "check", "explain", "help", "predict"}
 
 
@@ -67,15 +68,21 @@ def one_line(error: type[Exception], message: str | None = None) -> Iterator[pyt
     assert "\n" not in str(raised.value)
 
 
+def raises(error: type[Exception], message: str, call, /, *given, **named) -> Exception:
+    """Return the error that a call must raise, a pattern found in its one line."""
+    with one_line(error, message) as raised:
+        call(*given, **named)
+    return raised.value
+
+
 def often(names, few):
     """Return parameters, of which not every run of the tests tries more than a few."""
     return [pytest.param(name, marks=() if name in few else pytest.mark.thorough, id=str(name)) for name in names]
 
 
 def refused(source, message: str) -> None:
-    """Expect the images of a source to be refused with an error of one line."""
-    with one_line(DataError, message):
-        source.load()
+    """Expect the images of a source to be refused."""
+    raises(DataError, message, source.load)
 
 
 def follow(commands: str, folder: Path, tracking: str = "tracking=none") -> list[str]:

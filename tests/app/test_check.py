@@ -3,46 +3,31 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import ClassVar
+from types import SimpleNamespace
 from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
-from commands import one_line
+from commands import ROOT, raises
 from tables import each
 
-from cnnexp import testing
+from cnnexp import Elementwise, Flatten, Linear, Network, testing
 from cnnexp.app import check
 from cnnexp.backends import backend_class
 from cnnexp.backends.layerwise import LayerwiseProgram
 from cnnexp.backends.plain.numpy import Numpy, NumpyOps
-from cnnexp.backends.processor import SequentialBackend
 from cnnexp.errors import BackendUnavailable, CnnexpError, ConfigError, NetworkError
-from cnnexp.network import Elementwise, Flatten, Linear, Network
 from cnnexp.network.elementwise import KINDS
 from cnnexp.network.layers import LAYERS, Residual
 from cnnexp.network.losses import NAMES, Loss
+from cnnexp.network.shapes import walk
 from cnnexp.optimizers import OPTIMIZERS, SGD, Optimizer
 from cnnexp.system import registry
 
 
 def examined(ops=NumpyOps, program=LayerwiseProgram, title="convolution"):
     """Return what is found of a backend made of these parts."""
-
-    @dataclass(frozen=True)
-    class Made(SequentialBackend):
-        name: ClassVar[str] = "made"
-
-        def compile(self, network, loss, optimizer, batch_size):
-            return program(ops(), network, loss, optimizer, batch_size)
-
-    return testing.examine(Made(), Numpy(), title)
-
-
-def kinds(layers):
-    inner = [kind for layer in layers if isinstance(layer, Residual) for kind in kinds(layer.layers)]
-    return {type(layer).__name__ for layer in layers}.union(inner)
+    return testing.examine(SimpleNamespace(compile=lambda *given: program(ops(), *given)), Numpy(), title)
 
 
 def test_a_right_backend_is_right_on_every_network_and_they_hold_every_layer(capsys):
@@ -51,8 +36,8 @@ def test_a_right_backend_is_right_on_every_network_and_they_hold_every_layer(cap
     assert first.startswith("numpy beside python")
     assert [row.split("right, to ")[0].strip() for row in rows] == list(testing.NETWORKS)
     assert last == f"numpy is right on {len(rows)} of {len(rows)} networks"
-    held = set().union(*(kinds(layers) for _, layers in testing.NETWORKS.values()))
-    assert held == set(LAYERS)
+    stages = [stage for network in testing.NETWORKS.values() for stage in walk(Network(*network).stages)]
+    assert {type(stage.layer).__name__ for stage in stages} == set(LAYERS)
 
 
 def spoiled(name, spoil):
@@ -76,10 +61,7 @@ NoNumber = spoiled("linear", lambda x, w, b, y: y[0].fill(np.nan))
 HalfPool = spoiled("max_pool", lambda x, window, y, saved: scale(y, 0.5))
 NoDropout = spoiled("dropout", lambda x, images, key, rate, y: np.copyto(y, x))
 NoLoss = spoiled("loss", lambda loss, *rest: scale(rest[-2], 2 if loss == Loss.MEAN_SQUARED_ERROR else 1))
-
-
-class Several(NoDropout, HalfPool):
-    pass
+Several = type("Several", (NoDropout, HalfPool), {})
 
 
 class NoMomentum(NumpyOps):
@@ -128,8 +110,7 @@ def test_what_is_wrong_is_named(parts, verdict, text):
 def test_a_wrong_backend_ends_with_an_error(monkeypatch, capsys):
     monkeypatch.setattr(testing, "NETWORKS", {key: testing.NETWORKS[key] for key in ("linear", "convolution")})
     monkeypatch.setattr(backend_class("numpy"), "compile", lambda _, *made: LayerwiseProgram(DoubledWeights(), *made))
-    with pytest.raises(CnnexpError, match="check numpy: wrong on 1 of 2 networks"):
-        check.command(["numpy"])
+    raises(CnnexpError, "check numpy: wrong on 1 of 2 networks", check.command, ["numpy"])
     assert "linear              right" in capsys.readouterr().out
 
 
@@ -139,11 +120,9 @@ def test_what_cannot_run_says_why(monkeypatch):
         (["Conv2d"], r"check Conv2d: unknown; legal: .* GELU, sgd, .* mean_squared_error"),
         *((words, "check: give one backend") for words in ([], ["numpy", "cpu"], ["backend=numpy"])),
     ):
-        with pytest.raises(ConfigError, match=said):
-            check.command(arguments)
+        raises(ConfigError, said, check.command, arguments)
     monkeypatch.setattr(backend_class("cpu"), "compile", MagicMock(side_effect=BackendUnavailable("no GPU here")))
-    with pytest.raises(CnnexpError, match="check cpu: takes none of the networks"):
-        check.command(["cpu"])
+    raises(CnnexpError, "check cpu: takes none of the networks", check.command, ["cpu"])
 
 
 @each(
@@ -163,7 +142,7 @@ def test_one_operation_that_explains_all_is_named(ops, said):
 
 @pytest.mark.parametrize("name", ["Swish", "sign"])
 def test_a_layer_and_an_optimizer_are_compared_on_the_backends_that_compile_them(name, no_plugins, capsys):
-    registry.load(str(Path(__file__).resolve().parents[1] / "outside.py"))
+    registry.load(f"{ROOT}/tests/outside.py")
     check.command([name])
     first, *rows, last = capsys.readouterr().out.splitlines()
     assert first == f"{name}: its rule is right; a network with it, beside numpy:"
@@ -191,8 +170,7 @@ def test_the_losses_of_the_package_are_right_and_a_wrong_gradient_is_named(capsy
         return lambda scores, label, scale, d_scores: right(scores, label, 2 * scale, d_scores)
 
     monkeypatch.setattr(Loss, "rule", doubled)
-    with pytest.raises(NetworkError, match="loss mean_squared_error: its gradient is wrong"):
-        check.command(["mean_squared_error"])
+    raises(NetworkError, "loss mean_squared_error: its gradient is wrong", check.command, ["mean_squared_error"])
 
 
 TWO = np.float32(2)
@@ -212,14 +190,10 @@ class Square(Elementwise):
         return lambda x, y: self.slope(maths, x)
 
 
-@dataclass(frozen=True)
-class Surrogate(Square):
-    surrogate: ClassVar[bool] = True
-
-
 def test_a_derivative_may_be_a_surrogate_where_that_is_said():
     testing.check_layer(Square())
-    testing.check_layer(Surrogate(slope=lambda maths, x: TWO))
+    surrogate = type("Surrogate", (Square,), {"surrogate": True})
+    testing.check_layer(surrogate(slope=lambda maths, x: TWO))
 
 
 @each(
@@ -236,15 +210,12 @@ def test_a_derivative_may_be_a_surrogate_where_that_is_said():
 )
 def test_a_wrong_rule_is_one_line_before_anything_is_trained(parts, said):
     layers = (Flatten(), Linear(3), Residual((Square(**parts),)), Linear(3))
-    with one_line(NetworkError, f"layer Square: .*{said}") as raised:
-        testing.check_rules(Network((2, 2, 1), layers), SGD())
-    assert raised.value.exit_code == 2
+    network = Network((2, 2, 1), layers)
+    assert raises(NetworkError, f"layer Square: .*{said}", testing.check_rules, network, SGD()).exit_code == 2
 
 
 @dataclass(frozen=True)
 class Own(Optimizer):
-    """A rule of a test's."""
-
     step: Callable = lambda maximum, w, g, rate: w - rate * g
     slots: tuple = ()
 
@@ -261,12 +232,10 @@ class Own(Optimizer):
 def test_a_wrong_optimizer_is_one_line_before_anything_is_trained(parts, said):
     network = Network((4,), (Linear(3),))
     testing.check_rules(network, Own())
-    with pytest.raises(NetworkError, match=f"optimizer Own: {said}"):
-        testing.check_rules(network, Own(**parts))
+    raises(NetworkError, f"optimizer Own: {said}", testing.check_rules, network, Own(**parts))
 
 
 def test_an_optimizer_that_climbs_is_named():
     testing.check_descent(Own())
     said = r"optimizer Own: 100 steps of lr=0\.01 down the sum of w\^2 lead from 6\.25 to"
-    with pytest.raises(NetworkError, match=said):
-        testing.check_descent(Own(step=lambda maximum, w, g, rate: w + rate * g))
+    raises(NetworkError, said, testing.check_descent, Own(step=lambda maximum, w, g, rate: w + rate * g))

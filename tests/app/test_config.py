@@ -5,23 +5,21 @@ import re
 from typing import Any, Literal, get_type_hints
 
 import pytest
-from commands import ROOT, one_line
+from commands import ROOT, raises
 from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 from tables import each
 
+from cnnexp import Baseline, Constant, Cosine, Step, TrainingPlan
 from cnnexp.app.config import Sweep, Tracking, Trainer, build, convert, defaults, load, plain, record
 from cnnexp.backends import BACKENDS
 from cnnexp.datasets import DATASETS
 from cnnexp.errors import BackendUnavailable, ConfigError, NetworkError
 from cnnexp.network import BatchNorm2d, Conv2d, Dropout, Flatten, LeakyReLU, Linear, Network, Residual, Tanh
-from cnnexp.network.models import MODELS, Custom, Ffn, OneConv
-from cnnexp.optimizers import OPTIMIZERS, SGD
+from cnnexp.network.models import MODELS, Custom, Ffn
+from cnnexp.optimizers import OPTIMIZERS
 from cnnexp.training.augment import AUGMENTATIONS
-from cnnexp.training.baseline import Baseline
-from cnnexp.training.loop import TrainingPlan
-from cnnexp.training.schedules import Constant, Cosine, Step
 from cnnexp.workers import WORKERS
 
 CONF = ROOT / "conf"
@@ -41,16 +39,8 @@ def changed(section: str, **values: Any) -> dict[str, Any]:
     return {**VALUES, section: {**VALUES[section], **values}}
 
 
-def test_load_makes_every_piece():
-    settings = load(VALUES)
-    assert settings.model == OneConv(filters=8)
-    assert settings.optimizer == SGD(lr=0.1)
-    assert settings.dataset == DATASETS["digits"]()
-    assert settings.trainer == Trainer(epochs=2, baseline=None)
-    assert settings.tracking == Tracking(name="none")
-    assert settings.sweep == Sweep()
-    assert (settings.backend.name, settings.baseline) == ("numpy", None)
-    assert load(changed("trainer", baseline="numpy")).baseline.name == "numpy"
+def custom(**layer: Any) -> dict[str, Any]:
+    return {**VALUES, "model": {"name": "custom", "layers": [layer]}}
 
 
 @each(
@@ -84,10 +74,16 @@ def test_load_makes_every_piece():
     ({**VALUES, "extra": 1}, "extra=1: unknown key; legal: model, backend"),
     ({**VALUES, "model": "one_conv"}, "model='one_conv': must be a mapping"),
     ({key: VALUES[key] for key in VALUES if key != "model"}, "model is missing"),
+    (custom(type="Residual", layers=[{"type": "Tanh", "slope": 1}]), r"\[0\].layers\[0\].slope=1: unknown key; legal"),
+    (custom(type="conv3d"), r"model.layers\[0\].type='conv3d': unknown; legal: Conv2d, ReLU"),
+    (custom(type="RelU"), r"did you mean 'ReLU'"),
+    (custom(filters=3), r"model.layers\[0\]=.*: must be a mapping with a type, one of Conv2d"),
+    (custom(type="Conv2d"), r"model.layers\[0\].filters is missing"),
+    (custom(type="Linear", features=3, bias=0), r"model.layers\[0\].bias=0: must be true or false"),
+    (custom(type="Flatten", stride=1), r"model.layers\[0\].stride=1: unknown key; legal: none"),
 )
 def test_mistakes_are_one_line_that_says_what_is_legal(values, message):
-    with one_line(ConfigError, message):
-        load(values)
+    raises(ConfigError, message, load, values)
 
 
 def test_layers_and_lists_from_plain_values():
@@ -96,20 +92,6 @@ def test_layers_and_lists_from_plain_values():
     made = build(Custom, {"layers": layers}, "model").layers
     assert made == (Conv2d(8, 5), Residual((LeakyReLU(0.2), Residual((Tanh(),)))), Flatten())
     assert build(Ffn, {"hidden": [3, 4]}, "model").hidden == (3, 4)
-
-
-@each(
-    ({"type": "Residual", "layers": [{"type": "Tanh", "slope": 1}]}, r"\[0\].layers\[0\].slope=1: unknown key; legal"),
-    ({"type": "conv3d"}, r"model.layers\[0\].type='conv3d': unknown; legal: Conv2d, ReLU"),
-    ({"type": "RelU"}, r"did you mean 'ReLU'"),
-    ({"filters": 3}, r"model.layers\[0\]=.*: must be a mapping with a type, one of Conv2d"),
-    ({"type": "Conv2d"}, r"model.layers\[0\].filters is missing"),
-    ({"type": "Linear", "features": 3, "bias": 0}, r"model.layers\[0\].bias=0: must be true or false"),
-    ({"type": "Flatten", "stride": 1}, r"model.layers\[0\].stride=1: unknown key; legal: none"),
-)
-def test_mistakes_in_custom_layers(layer, message):
-    with pytest.raises(ConfigError, match=message):
-        build(Custom, {"layers": [layer]}, "model")
 
 
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.lists(st.integers(), max_size=2)
@@ -242,13 +224,11 @@ def test_every_number_is_refused_outside_its_stated_range(path):
         for number in outside(stated, whole):
             if path.parent.name == "backend" or (key.endswith("_size") and number > 1):
                 continue  # as many as this machine has cores, or the data images: checked with them, not by the class
-            with pytest.raises(ConfigError, match=f"{key}="):
-                build(cls, values | {key: number}, path.parent.name)
+            raises(ConfigError, f"{key}=", build, cls, values | {key: number}, path.parent.name)
             tried += 1
         if not whole:
             for number in (1e39, 1e-300, math.inf):  # of Python
-                with pytest.raises(ConfigError, match=key):
-                    cls(**{k: v for k, v in values.items() if k != key}, **{key: number})
+                raises(ConfigError, key, cls, **{k: v for k, v in values.items() if k != key}, **{key: number})
     text = path.read_text(encoding="utf-8")
     assert tried or path.parent.name == "backend" or not re.search(RANGE, text)
 
@@ -256,7 +236,6 @@ def test_every_number_is_refused_outside_its_stated_range(path):
 @pytest.mark.parametrize("number", [math.inf, math.nan, 1e39, 1e-300])
 def test_numbers_of_layers_are_float32s(number):
     for layer in (BatchNorm2d(epsilon=number), BatchNorm2d(momentum=number), Dropout(number)):
-        with pytest.raises(NetworkError, match="must be"):
-            Network((4, 4, 1), (layer, Flatten(), Linear(2)))
+        raises(NetworkError, "must be", Network, (4, 4, 1), (layer, Flatten(), Linear(2)))
     with pytest.raises(ConfigError, match=r"epsilon=.*: must be a finite number of float32"):
         build(Custom, {"layers": [{"type": "BatchNorm2d", "epsilon": number}]}, "model")

@@ -5,7 +5,7 @@ import re
 from unittest.mock import MagicMock
 
 import pytest
-from commands import ROOT
+from commands import ROOT, raises
 from tables import each
 
 from cnnexp.app import doctor
@@ -14,27 +14,17 @@ from cnnexp.measuring import environment
 from cnnexp.system.cores import usable_cores
 
 
-@pytest.fixture
-def told(monkeypatch, capsys):
-    """Return told() -> what the command prints, without line breaks."""
+def told(capsys, monkeypatch, *backends: str) -> dict[str, str]:
+    """Return the third column of what the command prints by its second, without line breaks."""
     monkeypatch.setenv("COLUMNS", "400")
-
-    def told() -> str:
-        doctor.command([])
-        return capsys.readouterr().out
-
-    return told
-
-
-def answers(text: str) -> dict[str, str]:
-    """Return the table's third column by its second."""
-    rows = [re.split(r" {2,}", line.strip())[-2:] for line in text.splitlines()]
+    monkeypatch.setattr(doctor, "BACKENDS", dict.fromkeys(backends, ""))
+    doctor.command([])
+    rows = [re.split(r" {2,}", line.strip())[-2:] for line in capsys.readouterr().out.splitlines()]
     return {row[0]: row[1] for row in rows if len(row) == 2}
 
 
-def test_it_tells_of_the_machine_and_of_every_backend(told, monkeypatch):
-    monkeypatch.setattr(doctor, "BACKENDS", dict.fromkeys(("python", "numpy", "numpy-parallel"), ""))
-    found = answers(told())
+def test_it_tells_of_the_machine_and_of_every_backend(capsys, monkeypatch):
+    found = told(capsys, monkeypatch, "python", "numpy", "numpy-parallel")
     cores = usable_cores()
     assert found["cores"].startswith(f"{cores} usable")
     assert re.fullmatch(r"(128|256|512) bits, (4|8|16) float32 at once", found["vectors"])
@@ -46,10 +36,11 @@ def test_it_tells_of_the_machine_and_of_every_backend(told, monkeypatch):
     assert {"MPI", "mnist", "fashion_mnist"} <= found.keys()
 
 
-def test_on_80_columns_nothing_is_clipped(told, monkeypatch):
+def test_on_80_columns_nothing_is_clipped(capsys, monkeypatch):
     monkeypatch.setattr(doctor, "_ask", lambda question: "yes, on 2 threads of a processor of some name")
     monkeypatch.setenv("COLUMNS", "80")
-    text = told()
+    doctor.command([])
+    text = capsys.readouterr().out
     assert max(map(len, text.splitlines())) <= 80
     assert "\u2026" not in text
     assert str(environment.outputs_dir() / "mlflow.db") in "".join(text.split())
@@ -64,11 +55,10 @@ if "cnnexp.app.doctor:answer" in sys.orig_argv:
 
 
 @pytest.mark.skipif(os.name == "nt", reason="an abort is a signal on POSIX alone")
-def test_what_dies_is_one_line_for_all_that_die_so(told, tmp_path, monkeypatch):
+def test_what_dies_is_one_line_for_all_that_die_so(capsys, monkeypatch, tmp_path):
     (tmp_path / "sitecustomize.py").write_text(ABORTING)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(ROOT)]))
-    monkeypatch.setattr(doctor, "BACKENDS", dict.fromkeys(("python", "numpy"), ""))
-    assert answers(told())["python, numpy"] == "no: its process was ended by SIGABRT"
+    assert told(capsys, monkeypatch, "python", "numpy")["python, numpy"] == "no: its process was ended by SIGABRT"
 
 
 @each(
@@ -82,7 +72,5 @@ def test_what_is_missing_or_broken_is_told_not_raised(monkeypatch, error, said):
 
 def test_a_wrong_step_is_told_and_an_argument_refused(monkeypatch):
     monkeypatch.setattr(doctor, "examine", lambda backend, other, title: ("WRONG", f"{backend.name} by {other.name}"))
-    assert doctor.answer(b"cpu") == b"no: cpu by numpy"
-    assert doctor.answer(b"numpy") == b"no: numpy by python"
-    with pytest.raises(ConfigError, match="doctor --fix: takes no arguments"):
-        doctor.command(["--fix"])
+    assert (doctor.answer(b"cpu"), doctor.answer(b"numpy")) == (b"no: cpu by numpy", b"no: numpy by python")
+    raises(ConfigError, "doctor --fix: takes no arguments", doctor.command, ["--fix"])

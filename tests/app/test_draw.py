@@ -8,7 +8,7 @@ import json
 import math
 import re
 import signal
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,13 +16,12 @@ import numpy as np
 import pytest
 from checkpoints import saved
 from chromium import CHROMIUM, Browser
-from commands import starting
+from commands import raises, starting
 from PIL import Image
 from renderings import opaque, png, renderings
 
-from cnnexp import Conv2d, Digits, Dropout, Flatten, Linear, MaxPool2d, OneConv, ReLU, fit
+from cnnexp import Conv2d, Digits, Dropout, Flatten, Linear, MaxPool2d, OneConv, ReLU, backend, fit
 from cnnexp.app import draw
-from cnnexp.backends import backend
 from cnnexp.errors import CheckpointError, ConfigError
 from cnnexp.tracking.model import Classifier
 
@@ -30,22 +29,19 @@ PNG = {"Content-Type": "image/png"}
 
 
 @contextlib.contextmanager
-def served(path, name="a run"):
+def served(path):
     """Give the server of a checkpoint's page, which answers in a thread, and the classifier."""
     classifier = Classifier(path, backend("numpy"))
-    with draw.Server(classifier, name) as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
-        thread.start()
+    with draw.Server(classifier, "a run") as server, ThreadPoolExecutor(1) as pool:
+        pool.submit(server.serve_forever, 0.05)
         try:
             yield server, classifier
         finally:
             server.shutdown()
-            thread.join()
 
 
 def ask(server, method="GET", path="/", body=None, **headers):
     """Return the status and what was answered, JSON where it is such."""
-    headers = {name.replace("_", "-"): value for name, value in headers.items()}
     with contextlib.closing(http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=30)) as connection:
         connection.request(method, path, body, headers)
         answer = connection.getresponse()
@@ -66,7 +62,7 @@ def test_the_maps_are_the_outputs_of_the_layers(tmp_path):
     path, _ = saved(tmp_path, layers, (6, 8, 1))
     with served(path) as (server, classifier):
         pixels = np.random.default_rng(0).integers(0, 256, (6, 8)).astype(np.uint8)
-        _, answer = ask(server, "POST", "/look", png(pixels), Content_Type="image/png")
+        _, answer = ask(server, "POST", "/look", png(pixels), **PNG)
         outputs = {s.name: y[0] for s, y in classifier.outputs(pixels[np.newaxis, :, :, np.newaxis])}
         (scores,) = classifier.predict(pixels[np.newaxis])
     assert " ".join(layer["name"] for layer in answer["layers"]) == "conv1 relu1 maxpool1 linear1 relu2 linear2"
@@ -128,13 +124,10 @@ def test_only_this_machines_own_page_is_answered(digits):
 
 def test_a_mistake_is_one_line(tmp_path):
     for arguments in ([], ["a", "b"], ["--fast"]):
-        with pytest.raises(ConfigError, match="draw: give a run"):
-            draw.command(arguments)
-    with pytest.raises(CheckpointError, match="draw nowhere: no such file or folder"):
-        draw.command(["nowhere"])
+        raises(ConfigError, "draw: give a run", draw.command, arguments)
+    raises(CheckpointError, "draw nowhere: no such file or folder", draw.command, ["nowhere"])
     path, _ = saved(tmp_path, (Linear(3),), (2,))
-    with pytest.raises(ConfigError, match=r"draw .*: the model takes inputs of shape \(2,\), no pictures"):
-        draw.command([str(path)])
+    raises(ConfigError, r"draw .*: the model takes inputs of shape \(2,\), no pictures", draw.command, [str(path)])
 
 
 def test_the_command_serves_until_ctrl_c(digits):
@@ -143,11 +136,7 @@ def test_the_command_serves_until_ctrl_c(digits):
         port = int(re.fullmatch(r"http://127\.0\.0\.1:(\d+)/\n", process.stdout.readline())[1])
         assert ask(SimpleNamespace(server_port=port))[0] == 200
         process.send_signal(signal.SIGINT)
-        assert process.wait(30) == 0
-        assert process.stderr.read() == ""
-
-
-# in a browser
+        assert (process.wait(30), process.stderr.read()) == (0, "")
 
 
 def three(left, top, side):

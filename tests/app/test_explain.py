@@ -3,8 +3,8 @@
 import json
 import re
 
-import pytest
 from checkpoints import saved
+from commands import raises
 from PIL import Image
 
 from cnnexp.app import explain
@@ -16,7 +16,6 @@ PROFILED = ("experiment=smoke", "tracking=none", "trainer.epochs=1", "trainer.pr
 
 
 def told(capsys, *folders):
-    """Return the lines that the command prints."""
     explain.command([str(folder) for folder in folders])
     return capsys.readouterr().out.splitlines()
 
@@ -64,12 +63,10 @@ def test_a_run_and_its_baseline_and_two_runs(run, tmp_path, capsys):
 
 
 def test_what_cannot_be_explained(tmp_path):
-    with pytest.raises(ConfigError, match=r"give a run, to see it beside its baseline, or two: explain RUN \| RUN RUN"):
-        explain.command([])
+    raises(ConfigError, r"a run, to see it beside its baseline, or two: explain RUN \| RUN RUN", explain.command, [])
     saved(tmp_path / "checkpoints")
     (tmp_path / "journal.jsonl").write_text("")
-    with pytest.raises(ConfigError, match="its journal holds no config of backend, dataset, optimizer, trainer"):
-        explain.command([str(tmp_path)])
+    raises(ConfigError, "holds no config of backend, dataset, optimizer, trainer", explain.command, [str(tmp_path)])
 
 
 def profile(count: int, backend: str, scale: float) -> dict:

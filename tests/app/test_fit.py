@@ -1,11 +1,10 @@
-"""Training from Python in one call."""
-
 import json
 import pydoc
 import re
 from dataclasses import replace
 
 import pytest
+from commands import mlflow_warns, raises
 
 import cnnexp
 from cnnexp import SGD, AdamW, CnnexpError, Digits, OneConv, ResNet, Step, Synthetic, fit
@@ -16,7 +15,7 @@ from cnnexp.measuring.interference import Interference
 from cnnexp.tracking import store as stores
 from cnnexp.tracking.events import read_journal
 
-DATA = Digits(train_size=200, test_size=50)
+DATA, SMALL = Digits(train_size=200, test_size=50), ("dataset.train_size=200", "dataset.test_size=50")
 
 
 @pytest.fixture(scope="module")
@@ -37,17 +36,14 @@ def test_the_result_has_epochs_and_a_table(trained):
 
 
 def test_it_trains_as_the_command_line_does(trained, run, tmp_path):
-    run(
-        *("model.filters=4", "dataset.train_size=200", "dataset.test_size=50", "backend=numpy", "trainer.epochs=3"),
-        *("tracking=none", "trainer.baseline=null"),
-    )
+    run("model.filters=4", *SMALL, "backend=numpy", "trainer.epochs=3", "tracking=none", "trainer.baseline=null")
     epochs = read_journal(tmp_path / "run")["epochs"]
     assert [epoch["train/loss"] for epoch in epochs] == [result.train.mean_loss for result in trained.epochs]
 
 
 def test_a_saved_result_predicts_and_a_plot_has_loss_and_accuracy(trained, tmp_path, capsys):
     trained.save(tmp_path)
-    predict.command([str(tmp_path), "dataset=digits", "dataset.train_size=200", "dataset.test_size=50"])
+    predict.command([str(tmp_path), "dataset=digits", *SMALL])
     assert f"test accuracy {trained.accuracy:.4f}" in capsys.readouterr().out
     loss, accuracy = trained.plot().axes
     assert (loss.get_ylabel(), accuracy.get_ylabel()) == ("loss", "accuracy")
@@ -100,15 +96,14 @@ def test_help_begins_with_what_people_use_and_the_summary_adds_up(trained):
     assert sum(sizes) == trained.network.parameter_count
 
 
-@pytest.mark.filterwarnings("default")  # MLflow and what it imports warn of each other
+@mlflow_warns
 def test_a_recorded_fit_is_a_run(tmp_path, monkeypatch, new_store):
     uri = new_store(tmp_path)
     monkeypatch.setattr(fitting, "store_uri", lambda uri_: uri)
     monkeypatch.setattr(fitting, "outputs_dir", lambda: tmp_path)
     found = fit(OneConv(filters=4), DATA, "numpy", 2, baseline=None, record=True)
     recorded = stores.Store(uri, "cnnexp")._client.get_run(found.run_id)
-    assert recorded.info.status == "FINISHED"
-    assert recorded.info.run_name == "numpy one_conv digits"
+    assert (recorded.info.status, recorded.info.run_name) == ("FINISHED", "numpy one_conv digits")
     assert recorded.data.metrics["final/test_accuracy"] == pytest.approx(found.accuracy, rel=1e-5)
     assert recorded.data.params["model.filters"] == "4"
     (journal,) = tmp_path.rglob("journal.jsonl")
@@ -116,5 +111,4 @@ def test_a_recorded_fit_is_a_run(tmp_path, monkeypatch, new_store):
 
 
 def test_an_option_that_no_trainer_has_is_one_line():
-    with pytest.raises(CnnexpError, match=r"trainer\.batch=4: unknown key; .*did you mean .batch_size"):
-        fit(OneConv(filters=4), DATA, "numpy", 1, batch=4)
+    raises(CnnexpError, r"trainer\.batch=4: unknown key; .*did you mean .batch_size", fit, OneConv(), DATA, batch=4)

@@ -1,8 +1,7 @@
-"""`cnnexp runs`, from journals alone."""
-
 import re
 
 import pytest
+from commands import raises
 from results import write_journal
 from tables import each
 
@@ -71,5 +70,4 @@ def test_a_run_that_goes_on_now_says_so_and_one_without_a_store_is_named_by_its_
     ("cpu", "runs cpu=: legal: last, sort, status"),
 )
 def test_a_word_that_it_does_not_know_is_one_line(outputs, word, message):
-    with pytest.raises(ConfigError, match=message):
-        listing.command([word])
+    raises(ConfigError, message, listing.command, [word])

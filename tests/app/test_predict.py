@@ -15,7 +15,7 @@ from unittest.mock import MagicMock
 import numpy as np
 import pytest
 from checkpoints import GRAY, saved
-from commands import ROOT, cnnexp, one_line, serving, wait_for
+from commands import ROOT, cnnexp, mlflow_warns, raises, serving, wait_for
 from PIL import Image
 from renderings import opaque, png
 from tables import each
@@ -26,30 +26,24 @@ from cnnexp.app.config import named
 from cnnexp.backends import BACKENDS, backend
 from cnnexp.datasets import DATASETS, Digits, photograph
 from cnnexp.errors import BackendUnavailable, CheckpointError, ConfigError, DataError
-from cnnexp.tracking.browser import free_port
+from cnnexp.tracking.browser import answers, free_port
 from cnnexp.tracking.events import read_journal
 from cnnexp.tracking.model import Classifier
 from cnnexp.training import checkpoint
 from cnnexp.training.checkpoint import CheckpointWriter
 
-
-def images(count=5, shape=GRAY):
-    return np.random.default_rng(1).integers(0, 256, (count, *shape)).astype(np.uint8)
-
-
-def softmax(x):
-    return np.exp(x) / np.exp(x).sum(axis=1, keepdims=True)
+IMAGES = np.random.default_rng(1).integers(0, 256, (5, *GRAY)).astype(np.uint8)
 
 
 def test_probabilities_are_the_softmax_of_the_outputs(tmp_path):
     path, parameters = saved(tmp_path)
     weight, bias = parameters[:48].reshape(16, 3).astype(np.float64), parameters[48:]
-    expected = softmax(images().reshape(5, 16) / 255 @ weight + bias)
+    powers = np.exp(IMAGES.reshape(5, 16) / 255 @ weight + bias)
+    expected = powers / powers.sum(axis=1, keepdims=True)
     for name in ("numpy", "cpu"):
         classifier = Classifier(path, backend(name))
-        np.testing.assert_allclose(classifier.predict(images()), expected, rtol=1e-5)
-        np.testing.assert_allclose(classifier.predict(images() / 255), expected, rtol=1e-5)  # floats as they are
-        np.testing.assert_allclose(classifier.predict(images()[..., 0].astype(np.int64)), expected, rtol=1e-5)
+        for given in (IMAGES, IMAGES / 255, IMAGES[..., 0].astype(np.int64)):  # floats as they are
+            np.testing.assert_allclose(classifier.predict(given), expected, rtol=1e-5)
     assert classifier.classes == ("0", "1", "2")
 
 
@@ -78,19 +72,17 @@ def test_one_output_is_the_probability_of_the_second_class(tmp_path):
 )
 def test_images_that_the_model_does_not_take(tmp_path, given, message):
     classifier = Classifier(saved(tmp_path)[0], backend("numpy"))
-    with pytest.raises(DataError, match=message):
-        classifier.predict(given)
+    raises(DataError, message, classifier.predict, given)
 
 
 def test_a_checkpoint_without_a_network_is_one_line(tmp_path):
     path = CheckpointWriter(tmp_path, {"loss": "none"}).save({"parameters": np.zeros(1, np.float32)}, {})
-    with pytest.raises(CheckpointError, match=r"epoch-000000.ckpt: holds no network"):
-        Classifier(path, backend("numpy"))
+    raises(CheckpointError, r"epoch-000000.ckpt: holds no network", Classifier, path, backend("numpy"))
 
 
 def test_pictures_are_brought_to_what_the_model_takes(tmp_path, capsys):
     path, _ = saved(tmp_path / "gray", classes=["a", "b", "c"])
-    pixels = images(1)[0]
+    pixels = IMAGES[0]
     Image.fromarray(pixels[..., 0]).save(tmp_path / "as it is.png")
     Image.fromarray(np.repeat(pixels, 3, axis=2).repeat(2, axis=0).repeat(2, axis=1)).save(tmp_path / "x=large.png")
     predict.command([str(tmp_path / "gray"), str(tmp_path / "as it is.png"), str(tmp_path / "x=large.png")])
@@ -124,9 +116,8 @@ def test_a_data_sets_test_split_gets_an_accuracy(tmp_path, capsys):
     predict.command([str(path), "dataset=digits", "dataset.test_size=200", "backend=unrolled"])
     *lines, last = capsys.readouterr().out.splitlines()
     assert [line.split()[1] for line in lines] == [str(found) for found in predicted]
-    assert [line.split()[4] for line in lines if "wrong" in line] == [
-        str(label) for label, found in zip(test.labels, predicted, strict=True) if label != found
-    ]
+    wrong = [str(label) for label, found in zip(test.labels, predicted, strict=True) if label != found]
+    assert [line.split()[4] for line in lines if "wrong" in line] == wrong
     assert last == f"test accuracy {right / 200:.4f}, {right} of 200 images"
 
 
@@ -147,8 +138,7 @@ def test_a_data_sets_test_split_gets_an_accuracy(tmp_path, capsys):
 )
 def test_a_mistake_is_one_line(tmp_path, arguments, error, message):
     path, _ = saved(tmp_path)
-    with one_line(error, message):
-        predict.command([str(path) if word == "MODEL" else word for word in arguments])
+    raises(error, message, predict.command, [str(path) if word == "MODEL" else word for word in arguments])
 
 
 @each(
@@ -158,14 +148,12 @@ def test_a_mistake_is_one_line(tmp_path, arguments, error, message):
 )
 def test_models_that_take_no_picture_files(tmp_path, model, message):
     path, _ = saved(tmp_path, **model)
-    with pytest.raises(ConfigError, match=message):
-        predict.command([str(path), "a.png"])
+    raises(ConfigError, message, predict.command, [str(path), "a.png"])
 
 
 def test_a_backend_that_the_machine_lacks_is_said_before_anything_is_read(tmp_path, monkeypatch):
     monkeypatch.setattr(type(BACKENDS), "__getitem__", MagicMock(side_effect=BackendUnavailable("no GPU")))
-    with pytest.raises(BackendUnavailable):
-        predict.command(["nowhere", "dataset=digits", "backend=gpu"])
+    raises(BackendUnavailable, "no GPU", predict.command, ["nowhere", "dataset=digits", "backend=gpu"])
 
 
 @pytest.fixture(scope="module")
@@ -179,8 +167,7 @@ def recorded(tmp_path_factory, new_store):
     return folder / "runs" / "1", uri
 
 
-# MLflow and what it imports warn of each other
-@pytest.mark.filterwarnings("default")
+@mlflow_warns
 @pytest.mark.thorough
 def test_mlflow_loads_the_model_of_a_run(recorded, monkeypatch):
     import mlflow
@@ -205,7 +192,7 @@ def test_mlflow_loads_the_model_of_a_run(recorded, monkeypatch):
     np.testing.assert_allclose(other.predict(test), model.predict(test), rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.filterwarnings("default")
+@mlflow_warns
 def test_a_model_of_mlflows_takes_arrays_lists_and_pictures_in_base64(recorded):
     import mlflow
 
@@ -253,30 +240,21 @@ def test_served_exported_and_drawn_the_model_gives_the_scores_of_predict(recorde
 
 @contextlib.contextmanager
 def mlflow_serving(model, folder):
-    """Give the address of `mlflow models serve`."""
     # MLflow looks for uvicorn where the shell would
     uvicorn = folder / "uvicorn"
     uvicorn.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m uvicorn "$@"\n')
     uvicorn.chmod(0o755)
     port = free_port(5400)
-    command = [sys.executable, "-m", "mlflow", "models", "serve", "--model-uri", str(model), "--env-manager", "local"]
+    where = ("--model-uri", str(model), "--env-manager", "local", "--host", "127.0.0.1", "--port", str(port))
+    command = [sys.executable, "-m", "mlflow", "models", "serve", *where]
     environ = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
-    with serving(
-        *command, "--host", "127.0.0.1", "--port", str(port), env=environ, stdout=subprocess.DEVNULL
-    ) as process:
+    with serving(*command, env=environ, stdout=subprocess.DEVNULL) as process:
         address = f"http://127.0.0.1:{port}"
-        wait_for(lambda: answers(f"{address}/ping"), process)
+        wait_for(lambda: answers(address), process)
         yield address
 
 
-def answers(address):
-    with contextlib.suppress(urllib.error.URLError), urllib.request.urlopen(address, timeout=10):
-        return True
-    return False
-
-
 def posted(address, inputs):
-    """Return what a served model answers."""
     body = json.dumps({"inputs": inputs}).encode()
     request = urllib.request.Request(f"{address}/invocations", body, {"Content-Type": "application/json"})
     with urllib.request.urlopen(request, timeout=60) as answer:
@@ -287,13 +265,11 @@ def posted(address, inputs):
 
 def test_a_recorded_run_is_found_by_its_id_and_has_a_limit(recorded, monkeypatch, capsys):
     folder, _ = recorded
-    journal = (folder / "journal.jsonl").read_text(encoding="utf-8")
-    (run_id,) = re.findall(r'"run_id": "([0-9a-f]{32})"', journal)
+    journal = read_journal(folder)
+    run_id, dataset, metrics = journal["run_id"], journal["config"]["dataset"], journal["metrics"]
     monkeypatch.setattr(resume, "outputs_dir", lambda: folder.parent)
-    dataset = read_journal(folder)["config"]["dataset"]
     keys = [f"dataset.{key}={'null' if value is None else value}" for key, value in dataset.items() if key != "name"]
     predict.command([run_id, f"dataset={dataset['name']}", *keys])
-    metrics = read_journal(folder)["metrics"]
     told = capsys.readouterr().out
     assert f"test accuracy {metrics['final/test_accuracy']:.4f}," in told
     for name in (run_id[:6], "latest", "best"):

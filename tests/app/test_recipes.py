@@ -20,17 +20,13 @@ RECIPE = (
     *("trainer.warmup=1", "trainer.schedule=one_cycle", "trainer.clip_norm=1", "trainer.accumulate=2"),
     *("trainer.ema=0.9", "trainer.class_weights=balanced"),
 )
-
-
-def predicted_is_the_average(folder):
-    """The average is what is predicted by, and its accuracy stands in the record."""
-    path = find(folder)
-    state, classifier = load(path).state, Classifier(path, backend("numpy"))
-    np.testing.assert_array_equal(classifier.state["parameters"], state["average_parameters"])
-    assert np.abs(state["average_parameters"] - state["parameters"]).max() > 1e-4
-    test = settings_of(RECIPE).dataset.load().test
-    accuracy = (classifier.predict(test.images).argmax(axis=1) == test.labels).mean()
-    assert read_journal(folder)["metrics"]["final/test_accuracy"] == pytest.approx(accuracy)
+OTHERS = {  # a word of another recipe, and what is said of it
+    "trainer.clip_norm=2": "clip_norm is 2.0, the checkpoint's 1.0",
+    "trainer.ema=null": "ema is null, the checkpoint's 0.9",
+    "trainer.class_weights=null": "loss.class_weights is null",
+    "optimizer.decay_biases=true": "optimizer is",
+    "trainer.peak=0.5": "schedule is",
+}
 
 
 @pytest.mark.parametrize("workers", [(), ("workers=local",)], ids=["alone", "two workers"])
@@ -44,18 +40,12 @@ def test_a_run_with_every_option_goes_on_to_the_same_bits_and_predicted_is_the_a
     assert set(whole) == {"parameters", "step", "mean", "square", "average_parameters"}
     assert_same_state(rest, whole)
     assert int(whole["step"]) == 3 * 2  # of 200 images in batches of 50, two to a step
-    predicted_is_the_average(tmp_path / "whole")
-    for word, said in (
-        {
-            "trainer.clip_norm=2": "clip_norm is 2.0, the checkpoint's 1.0",
-            "trainer.ema=null": "ema is null, the checkpoint's 0.9",
-            "trainer.class_weights=null": "loss.class_weights is null",
-            "optimizer.decay_biases=true": "optimizer is",
-            "trainer.peak=0.5": "schedule is",
-        }.items()
-        if not workers
-        else ()
-    ):
+    classifier, test = Classifier(find(tmp_path / "whole"), backend("numpy")), settings_of(RECIPE).dataset.load().test
+    np.testing.assert_array_equal(classifier.state["parameters"], whole["average_parameters"])
+    assert np.abs(whole["average_parameters"] - whole["parameters"]).max() > 1e-4
+    accuracy = (classifier.predict(test.images).argmax(axis=1) == test.labels).mean()
+    assert read_journal(tmp_path / "whole")["metrics"]["final/test_accuracy"] == pytest.approx(accuracy)
+    for word, said in OTHERS.items() if not workers else ():
         there = (f"trainer.resume={tmp_path / 'first'}", f"hydra.run.dir={tmp_path / 'other'}")
         mistake(*words, word, *there, says=f".*{said}.*", code=6)
 

@@ -1,6 +1,6 @@
 from pathlib import Path
 
-import pytest
+from commands import raises
 from results import write_journal
 
 from cnnexp.app import report
@@ -11,11 +11,9 @@ from cnnexp.tracking.events import LACKING
 
 def test_a_report_is_made_again_from_its_folder_and_of_nothing_there_is_none(tmp_path, capsys):
     config = {"backend": {"name": "cpu"}, "model": {"hidden": [4]}}
-    write_journal(
-        tmp_path / "0",
-        {"event": "job", "name": "n", "overrides": [], "config": config, "config_hash": "h", "contended": False},
-        {"event": "finish", "status": LACKING, "tags": {"error": "no <b>"}, "metrics": {}},
-    )
+    job = {"event": "job", "name": "n", "overrides": [], "config": config, "config_hash": "h", "contended": False}
+    finish = {"event": "finish", "status": LACKING, "tags": {"error": "no <b>"}, "metrics": {}}
+    write_journal(tmp_path / "0", job, finish)
     note_facts(tmp_path, "khandait_quadrants", ["experiment=khandait_quadrants"])
     report.command([str(tmp_path)])
     made = Path(capsys.readouterr().out.strip())
@@ -23,11 +21,7 @@ def test_a_report_is_made_again_from_its_folder_and_of_nothing_there_is_none(tmp
     assert "not on this machine" in made.read_text(encoding="utf-8")
     assert "no &lt;b&gt;" in made.read_text(encoding="utf-8")
 
-    with pytest.raises(ConfigError, match="give a sweep's folder, or an experiment: castanheira_fig2_batch"):
-        report.command([])
-    with pytest.raises(ConfigError, match=r"neither a folder nor one of .*; did you mean 'garg_table1'"):
-        report.newest("garg_tabel1", tmp_path)
-    with pytest.raises(ConfigError, match=r"never run; run it with .* experiment=garg_table1"):
-        report.newest("garg_table1", tmp_path)
-    with pytest.raises(DataError, match="not the folder of a sweep"):
-        report.command([str(tmp_path / "0")])
+    raises(ConfigError, "give a sweep's folder, or an experiment: castanheira_fig2_batch", report.command, [])
+    raises(ConfigError, r"neither a folder nor .*; did you mean 'garg_table1'", report.newest, "garg_tabel1", tmp_path)
+    raises(ConfigError, r"never run; run it with .* experiment=garg_table1", report.newest, "garg_table1", tmp_path)
+    raises(DataError, "not the folder of a sweep", report.command, [str(tmp_path / "0")])

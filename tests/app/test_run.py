@@ -1,5 +1,3 @@
-"""What a run says of its start and its end."""
-
 import re
 
 from commands import TINY

@@ -8,9 +8,10 @@ import subprocess
 import sys
 from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
+from unittest.mock import MagicMock
 
 import pytest
-from commands import ROOT, TINY, cnnexp
+from commands import ROOT, TINY, cnnexp, mlflow_warns
 from omegaconf import OmegaConf
 from results import CONFIG, DATASET, NETWORK, Backend, epoch_result, train, write_journal
 from rich.console import Console
@@ -25,8 +26,7 @@ from cnnexp.tracking.events import FALLBACK, JOURNAL
 from cnnexp.tracking.journal import Run
 from cnnexp.tracking.pipe import NoAnswerYet, Recorder
 
-# MLflow and what it imports warn of each other; the recorder's process silences them
-pytestmark = pytest.mark.filterwarnings("default")
+pytestmark = mlflow_warns
 
 
 @pytest.fixture(autouse=True)
@@ -78,10 +78,8 @@ def test_rows_tell_what_varied_and_what_became_of_each_job(tmp_path):
     assert [row["model.filters"] for row in rows] == ["2", "9", "10", "11", "10"]
     assert sweep.varied(rows) == ["model.filters"]
     assert [row.get("time/median_epoch_s") for row in rows] == [2, 9, 10, None, None]
-    assert sweep.failures(rows) == [
-        "job in folder 11 (model.filters=11): no, data",
-        "job in folder 12 (model.filters=10): the process died",
-    ]
+    died = "job in folder 12 (model.filters=10): the process died"
+    assert sweep.failures(rows) == ["job in folder 11 (model.filters=11): no, data", died]
     with (tmp_path / "summary.csv").open(newline="") as file:
         table = list(csv.DictReader(file))
     assert [row["error"] for row in table][:4] == ["", "", "", "no, data"]
@@ -126,9 +124,7 @@ def test_sweep_in_mlflow_has_a_parent_with_table_and_figures(tmp_path, new_store
     assert parent.data.metrics == {"ranking/filters 2": 2.0, "ranking/filters 4": 2.0, "speedup/best": 2.0}
 
 
-def test_a_store_that_is_locked_when_a_sweep_begins_has_its_jobs_under_one_parent_later(
-    tmp_path, new_store, monkeypatch, caplog
-):
+def test_jobs_of_a_sweep_whose_store_is_locked_have_one_parent_later(tmp_path, new_store, monkeypatch, caplog):
     uri = new_store(tmp_path)
     monkeypatch.setattr(sweep, "START_S", 0.2)
     monkeypatch.setattr(journal, "START_S", 0.2)
@@ -154,28 +150,19 @@ def test_a_store_that_is_locked_when_a_sweep_begins_has_its_jobs_under_one_paren
     assert [run.data.tags["mlflow.parentRunId"] for run in runs if run is not parent] == [parent.info.run_id] * 2
 
 
-class Silent:
-    """A recorder whose store never answers."""
-
-    def call(self, method, within_s=None, **arguments):
-        raise NoAnswerYet("no answer yet")
-
-    def ask(self, method, **arguments):
-        return Future()
-
-
 def test_a_sweep_whose_store_never_answered_is_sent_with_its_table_and_figures(tmp_path, new_store, capsys):
-    folder, experiment = tmp_path / "jobs", CONFIG["tracking"].get("experiment", "cnnexp")
-    started = sweep.SweepRecord(folder, ["model.filters=2,4"], Silent())
+    folder = tmp_path / "jobs"
+    silent = MagicMock(spec=Recorder, **{"call.side_effect": NoAnswerYet("no answer"), "ask.return_value": Future()})
+    started = sweep.SweepRecord(folder, ["model.filters=2,4"], silent)
     for number in (0, 1):
         run_job(folder, number, [f"model.filters={2 + 2 * number}"], 1 + number)
     started.finish()
-    assert str(started.lost) == "no answer yet"
+    assert str(started.lost) == "no answer"
     uri = new_store(tmp_path)
     for _ in range(2):  # the second finds all there
         sync.command([str(folder), f"tracking.uri={uri}"])
         assert "sent sweep model.filters=2,4 (FINISHED) of" in capsys.readouterr().out
-    opened = store.Store(uri, experiment)
+    opened = store.Store(uri, "cnnexp")
     runs = opened._search("", 10)
     (parent,) = (run for run in runs if run.data.tags["kind"] == "sweep")
     assert (parent.info.status, parent.data.tags["jobs"]) == ("FINISHED", "2")

@@ -1,8 +1,7 @@
-"""`cnnexp sync`, from the journals of runs to their stores."""
-
 import json
 
 import pytest
+from commands import mlflow_warns, raises
 from results import CONFIG, epoch_result, train
 
 from cnnexp.app import sync
@@ -11,7 +10,7 @@ from cnnexp.tracking import store as stores
 from cnnexp.tracking.events import JOURNAL, read_journal
 from cnnexp.tracking.journal import Run
 
-pytestmark = pytest.mark.filterwarnings("default")
+pytestmark = mlflow_warns
 
 
 def leave_behind(folder, uri, epochs=2, ended=True):
@@ -62,11 +61,9 @@ def test_a_run_that_runs_now_and_a_damaged_journal_are_left_alone(tmp_path, caps
 
 
 def test_what_cannot_be_sent_is_said(tmp_path):
-    with pytest.raises(ConfigError, match=r"^sync nowhere: no such folder; give the folders of runs"):
-        sync.command(["nowhere"])
+    raises(ConfigError, r"^sync nowhere: no such folder; give the folders of runs", sync.command, ["nowhere"])
     leave_behind(tmp_path / "run", "${oc.env:NEVER_SET_HERE}")
-    with pytest.raises(ConfigError, match=r"NEVER_SET_HERE.*; set it, or give tracking\.uri=STORE"):
-        sync.command([str(tmp_path)])
+    raises(ConfigError, r"NEVER_SET_HERE.*; set it, or give tracking\.uri=STORE", sync.command, [str(tmp_path)])
     (tmp_path / "file").write_text("")
     with pytest.raises(TrackingError, match="cannot be opened"):
         sync.command([str(tmp_path / "run"), f"tracking.uri=sqlite:///{tmp_path}/file/mlflow.db"])

@@ -1,5 +1,3 @@
-"""Limits, checks and the hash that all sources share."""
-
 import logging
 import re
 from dataclasses import dataclass
@@ -7,7 +5,7 @@ from typing import ClassVar
 
 import numpy as np
 import pytest
-from commands import one_line
+from commands import raises
 from tables import each
 
 from cnnexp.datasets import Dataset, Source, Split
@@ -58,8 +56,7 @@ def test_limits_take_the_first_images_and_validation_the_last(sizes, train, vali
     ({"validation_size": 10}, ("dataset.validation_size=10", "10 images", "at most 9")),
 )
 def test_more_than_there_is_names_both_numbers(sizes, parts):
-    with pytest.raises(ConfigError, match=".*".join(parts)):
-        Counting(**sizes).load()
+    raises(ConfigError, ".*".join(parts), Counting(**sizes).load)
 
 
 def test_hash_sees_the_images_in_use_alone_and_every_pixel_and_label_of_them():
@@ -108,8 +105,7 @@ IMAGES, LABELS = counting(10).images, counting(10).labels
     (np.where(IMAGES == 4, 1e300, IMAGES), LABELS, "6 pixels are NaN or infinite"),
 )
 def test_malformed_arrays_are_one_line(images, labels, part):
-    with one_line(DataError, part):
-        build(images, labels)
+    raises(DataError, part, build, images, labels)
 
 
 @each(

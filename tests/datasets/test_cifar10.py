@@ -26,14 +26,15 @@ def records(count, seed):
 FILES = {name: records(3, i) for i, name in enumerate(NAMES)}
 
 
-def whole(folder, **changes):
-    """Write the gzipped archive, some of its files with another content."""
+def whole(folder, content=FILES[TEST][2], where=f"{FOLDER}/{TEST}", kind=tarfile.REGTYPE):
+    """Write the gzipped archive, its test file with another content, in another place, or of another kind."""
+    files = {f"{FOLDER}/{name}": FILES[name][2] for name in TRAIN} | {where: content}
     with tarfile.open(folder / ARCHIVE, "w:gz") as tar:
-        for name, (_, _, content) in FILES.items():
-            content = changes.get(name, content)
-            member = tarfile.TarInfo(f"{FOLDER}/{name}")
-            member.size = len(content)
-            tar.addfile(member, io.BytesIO(content))
+        for place, written in files.items():
+            member = tarfile.TarInfo(place)
+            member.size, member.type = len(written), kind if place == where else tarfile.REGTYPE
+            member.linkname = "/etc/passwd" if member.issym() else ""
+            tar.addfile(member, io.BytesIO(written))
 
 
 @pytest.mark.parametrize("where", ["archive", "files", "folder"])
@@ -49,8 +50,7 @@ def test_images_and_labels_are_those_written(tmp_path, where):
     np.testing.assert_array_equal(dataset.train.images, np.concatenate([FILES[name][0] for name in TRAIN]))
     np.testing.assert_array_equal(dataset.train.labels, np.concatenate([FILES[name][1] for name in TRAIN]))
     np.testing.assert_array_equal(dataset.test.images, FILES[TEST][0])
-    assert dataset.input_shape == (32, 32, 3)
-    assert dataset.classes[3] == "cat"
+    assert (dataset.input_shape, dataset.classes[3]) == ((32, 32, 3), "cat")
     written = {"archive": [ARCHIVE], "folder": [FOLDER], "files": [*NAMES]}
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(written[where])
 
@@ -62,16 +62,14 @@ def test_the_archive_is_held_against_its_sha256(tmp_path, monkeypatch):
     refused(Cifar10(root=str(tmp_path)), r"data_batch_1.bin in it: holds 3 images, the published one 10000")
 
 
-@pytest.mark.parametrize("where", [f"../{TEST}", f"/{FOLDER}/{TEST}", "a link"])
-def test_what_lies_elsewhere_or_is_a_link_is_no_part_of_an_archive(tmp_path, where):
-    with tarfile.open(tmp_path / ARCHIVE, "w:gz") as tar:
-        for name in NAMES:
-            content = FILES[name][2]
-            member = tarfile.TarInfo(f"{FOLDER}/{name}" if name != TEST or where == "a link" else where)
-            member.size = len(content)
-            if name == TEST and where == "a link":
-                member.type, member.linkname, member.size = tarfile.SYMTYPE, "/etc/passwd", 0
-            tar.addfile(member, io.BytesIO(content))
+@each(
+    (f"../{TEST}", tarfile.REGTYPE),
+    (f"/{FOLDER}/{TEST}", tarfile.REGTYPE),
+    (f"{FOLDER}/{TEST}", tarfile.SYMTYPE),
+    ids=["above", "absolute", "a link"],
+)
+def test_what_lies_elsewhere_or_is_a_link_is_no_part_of_an_archive(tmp_path, where, kind):
+    whole(tmp_path, b"" if kind == tarfile.SYMTYPE else FILES[TEST][2], where, kind)
     refused(Cifar10(root=str(tmp_path), verify=False), rf"lacks {FOLDER}/{TEST}")
     assert [path.name for path in tmp_path.iterdir()] == [ARCHIVE]
 
@@ -84,7 +82,7 @@ def test_what_lies_elsewhere_or_is_a_link_is_no_part_of_an_archive(tmp_path, whe
     ids=["cut", "empty", "label", "large"],
 )
 def test_damaged_members_are_one_line(tmp_path, content, message):
-    whole(tmp_path, **{TEST: content})
+    whole(tmp_path, content)
     refused(Cifar10(root=str(tmp_path), verify=False), message)
 
 

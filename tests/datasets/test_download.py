@@ -1,10 +1,8 @@
-"""The download, against a local HTTP server."""
-
 import functools
 import gzip
 import http.server
 import os
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import ClassVar
 
 import pytest
@@ -43,27 +41,19 @@ def server(tmp_path, monkeypatch):
     web = tmp_path / "web"
     write(web / "good", FILES)
     write(web / "altered", {name: content[:-1] + b"\xff" for name, content in FILES.items()})
-    (web / "html").mkdir()
-    for name in NAMES:
-        (web / "html" / f"{name}.gz").write_text("<!doctype html><html>Please log in")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    write(web / "html", {f"{name}.gz": b"<!doctype html><html>Please log in" for name in NAMES}, gzipped=False)
     monkeypatch.setattr(Handler, "requests", [])
     monkeypatch.setattr("pooch.os_cache", lambda name: tmp_path / "cache" / name)
     publish(monkeypatch, FILES)
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Handler, directory=web)) as httpd:
-        thread = threading.Thread(target=httpd.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
+    handler = functools.partial(Handler, directory=web)
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as httpd, ThreadPoolExecutor(1) as pool:
+        pool.submit(httpd.serve_forever, 0.01)
         yield f"http://127.0.0.1:{httpd.server_port}"
         httpd.shutdown()
-        thread.join()
-
-
-def mirrors(monkeypatch, *urls, source=Mnist):
-    monkeypatch.setattr(source, "mirrors", urls)
 
 
 def test_downloads_once_into_the_cache(server, monkeypatch, tmp_path, caplog):
-    mirrors(monkeypatch, f"{server}/good/")
+    monkeypatch.setattr(Mnist, "mirrors", (f"{server}/good/",))
     cache = tmp_path / "cache" / "cnnexp" / "mnist"
     left = cache / "partial-of-a-killed-process"
     left.mkdir(parents=True)
@@ -86,27 +76,28 @@ def test_downloads_once_into_the_cache(server, monkeypatch, tmp_path, caplog):
 
 @pytest.mark.parametrize("broken", ["missing", "altered", "html", "cut"])
 def test_falls_back_to_the_second_mirror(server, monkeypatch, broken):
-    mirrors(monkeypatch, f"{server}/{broken}/", f"{server}/good/")
+    monkeypatch.setattr(Mnist, "mirrors", (f"{server}/{broken}/", f"{server}/good/"))
     assert len(Mnist().load().train) == 30
     assert Handler.requests[:2] == [f"/{broken}/{NAMES[0]}.gz", f"/good/{NAMES[0]}.gz"]
 
 
 def test_both_mirrors_failing_is_one_line_with_the_way_offline(server, monkeypatch, tmp_path):
-    mirrors(monkeypatch, "http://127.0.0.1:9/", f"{server}/missing/", f"{server}/cut/", f"{server}/altered/")
+    reached = [f"{server}/{name}/" for name in ("missing", "cut", "altered")]
+    monkeypatch.setattr(Mnist, "mirrors", ("http://127.0.0.1:9/", *reached))
     parts = ("mnist: cannot download train-images-idx3-ubyte.gz", "127.0.0.1:9: no connection", "404", "broke off")
     refused(Mnist(), ".*".join((*parts, "altered", "dataset.root=<folder>")))
     assert not list((tmp_path / "cache" / "cnnexp" / "mnist").iterdir())
 
 
 def test_fashion_mnist_is_held_against_the_sha256_of_the_gzipped_file(server, monkeypatch):
-    mirrors(monkeypatch, f"{server}/altered/", f"{server}/good/", source=FashionMnist)
+    monkeypatch.setattr(FashionMnist, "mirrors", (f"{server}/altered/", f"{server}/good/"))
     dataset = FashionMnist().load()
     assert dataset.classes[9] == "Ankle boot"
     assert len(Handler.requests) == 8
 
 
 def test_progress_is_shown_in_a_terminal_alone(server, monkeypatch, capsys):
-    mirrors(monkeypatch, f"{server}/good/")
+    monkeypatch.setattr(Mnist, "mirrors", (f"{server}/good/",))
     size = len(gzip.compress(FILES[NAMES[1]], mtime=0))
     fetch("mnist", f"{NAMES[0]}.gz", (f"{server}/good/",), lambda path: path, 10**6)
     assert capsys.readouterr() == ("", "")

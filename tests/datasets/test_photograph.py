@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from commands import MNIST, needs_mnist
 from renderings import opaque, renderings
+from tables import each
 
 from cnnexp import SGD, Digits, Mnist, OneConv, TwoConvMlp, backend, train_epochs
 from cnnexp.app.predict import SURE
@@ -12,24 +13,19 @@ from cnnexp.datasets import photograph
 SHAPE = (28, 28, 1)
 
 
-def strokes(count, side=20, size=28, seed=0):
-    """Return light strokes on black, uint8, each `side` high, put by its centre of mass into the middle."""
+def strokes(count, seed=0):
+    """Return light strokes on black, uint8, each 20 high, put by its centre of mass into the middle of 28 x 28."""
     rng = np.random.default_rng(seed)
-    images = np.zeros((count, size, size, 1), np.uint8)
+    images = np.zeros((count, *SHAPE), np.uint8)
     for image in images:
         width = rng.integers(4, 9)
-        ink = np.zeros((side, width + 6), np.uint8)
+        ink = np.zeros((20, width + 6), np.uint8)
         ink[:, 3:6] = 255
         ink[-rng.integers(3, 8) :, : width + 6] = 255  # a foot, so that mass and box have different centres
         rows, columns = np.nonzero(ink)
-        top, left = round(size / 2 - 0.5 - rows.mean()), round(size / 2 - 0.5 - columns.mean())
-        image[top : top + side, left : left + width + 6, 0] = ink
+        top, left = round(13.5 - rows.mean()), round(13.5 - columns.mean())
+        image[top : top + 20, left : left + width + 6, 0] = ink
     return images
-
-
-def centre(image):
-    weights = image[:, :, 0] / image.sum()
-    return tuple((weights * axis).sum() for axis in np.mgrid[: image.shape[0], : image.shape[1]])
 
 
 def height(image):
@@ -62,7 +58,8 @@ def test_each_rendering_becomes_light_on_dark_of_their_size_in_their_place():
             assert (prepared.shape, prepared.dtype, np.median(prepared)) == (SHAPE, np.uint8, 0), name
             assert prepared.max() > 200, name
             assert abs(height(prepared) - 20) <= 2, name
-            np.testing.assert_allclose(centre(prepared), (13.5, 13.5), atol=1.0, err_msg=name)
+            centre = [(prepared[:, :, 0] * axis).sum() / prepared.sum() for axis in np.mgrid[:28, :28]]
+            np.testing.assert_allclose(centre, (13.5, 13.5), atol=1.0, err_msg=name)
             assert np.abs(prepared.astype(int) - image).mean() < 14, name
 
 
@@ -78,8 +75,7 @@ def test_a_ground_of_light_gets_dark_ink_and_without_a_look_a_picture_is_resized
     picture[:, :, 3] = 255
     picture[:, :4, 0] = 255
     prepared = photograph.prepare(picture, None, (4, 4, 3))
-    assert prepared.shape == (4, 4, 3)
-    assert prepared[:, 0, 0].tolist() == [255] * 4
+    assert (prepared.shape, prepared[:, 0, 0].tolist()) == ((4, 4, 3), [255] * 4)
     assert prepared[:, 3].max() == 0
 
 
@@ -104,45 +100,26 @@ def test_what_is_not_like_them_has_no_stroke_or_several_things_is_said():
     assert [photograph.count(opaque(pixels.astype(np.uint8)), SHAPE) for pixels in pictures.values()] == list(pictures)
 
 
-def read_renderings(data, program, place=0):
-    """Return how many of nine renderings of ten digits are read right, and those read wrong that nothing flags.
-
-    The digits are the images at a place among the test images of their class.
-    """
+@each(
+    (Digits(), OneConv(filters=8), "numpy", 1),
+    pytest.param(Mnist(root=str(MNIST)), TwoConvMlp(), "cpu-simd", 5, marks=[pytest.mark.slow, needs_mnist]),
+    ids=["digits", "mnist"],
+)
+def test_ten_digits_in_nine_renderings_are_read_and_the_rest_flagged(source, model, name, places):
+    data, network = source.load(), model.network(SHAPE, 10)
     look = photograph.describe(data.train.images, data.train.labels, 10)
-    found = {}
-    for digit in range(10):
-        i = int(np.flatnonzero(data.test.labels == digit)[place])
-        for name, picture in renderings(data.test.images[i, :, :, 0], i).items():
-            found[digit, name] = photograph.prepare(picture, look, SHAPE)
-    scores = program.predict(program.load(np.stack(list(found.values())), np.zeros(90, np.int32))).astype(np.float64)
-    sure = np.exp(scores - scores.max(axis=1, keepdims=True)).sum(axis=1) < 1 / SURE
-    wrong = [best != digit for best, (digit, _) in zip(scores.argmax(axis=1), found, strict=True)]
-    unflagged = [s and photograph.unlike(image, look) is None for s, image in zip(sure, found.values(), strict=True)]
-    return 90 - sum(wrong), [key for key, bad, still in zip(found, wrong, unflagged, strict=True) if bad and still]
-
-
-def trained(data, model, optimizer, backend_name, epochs):
-    network = model.network(SHAPE, 10)
-    program = backend(backend_name).compile(network, model.loss, optimizer, 50)
+    program = backend(name).compile(network, model.loss, SGD(lr=0.1), 50)
     program.restore(network.initial_state(0))
-    list(train_epochs(program, data, epochs))
-    return program
-
-
-def test_ten_digits_in_nine_renderings_are_read_and_the_rest_flagged():
-    data = Digits().load()
-    right, silent = read_renderings(data, trained(data, OneConv(filters=8), SGD(lr=0.1), "numpy", 3))
-    assert right >= 81
-    assert silent == []
-
-
-@pytest.mark.slow
-@needs_mnist
-def test_ten_digits_of_mnist_in_nine_renderings_are_read_and_the_rest_flagged():
-    data = Mnist(root=str(MNIST)).load()
-    program = trained(data, TwoConvMlp(), SGD(lr=0.1), "cpu-simd", 3)
-    for place in range(5):
-        right, silent = read_renderings(data, program, place)
-        assert right >= 81
-        assert silent == []
+    list(train_epochs(program, data, 3))
+    for place in range(places):  # among the test images of a class
+        found = {}
+        for digit in range(10):
+            i = int(np.flatnonzero(data.test.labels == digit)[place])
+            for rendering, picture in renderings(data.test.images[i, :, :, 0], i).items():
+                found[digit, rendering] = photograph.prepare(picture, look, SHAPE)
+        scores = program.predict(program.load(np.stack([*found.values()]), np.zeros(90, np.int32))).astype(np.float64)
+        sure = np.exp(scores - scores.max(axis=1, keepdims=True)).sum(axis=1) < 1 / SURE
+        read = zip(found, scores.argmax(axis=1), sure, strict=True)
+        wrong = [(key, is_sure) for key, best, is_sure in read if best != key[0]]
+        assert len(wrong) <= 9
+        assert not [key for key, is_sure in wrong if is_sure and photograph.unlike(found[key], look) is None]

@@ -1,5 +1,3 @@
-"""Each source that is neither MNIST nor its like, and the config files of all."""
-
 import csv
 import io
 import os
@@ -8,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from commands import refused
+from commands import raises, refused
 from PIL import Image
 from tables import each
 
@@ -87,16 +85,11 @@ def test_fewer_generated_images_are_the_first_of_more(source):
     (Npz, {}, r"dataset\.path: not given"),
 )
 def test_illegal_values_are_one_line(source, values, part):
-    with pytest.raises(ConfigError, match=part):
-        source(**values)
+    raises(ConfigError, part, source, **values)
 
 
-# fer2013
 USAGES = ["Training"] * 6 + ["PublicTest"] * 3 + ["PrivateTest"] * 2
-
-
-def fer_row(n, usage):
-    return [n % 7, " ".join([str(n)] * 48 * 48), usage]
+ROWS = [[n % 7, " ".join([str(n)] * 48 * 48), usage] for n, usage in enumerate(USAGES)]
 
 
 def write_fer(path, rows, header=("emotion", "pixels", "Usage")):
@@ -108,20 +101,18 @@ def write_fer(path, rows, header=("emotion", "pixels", "Usage")):
 @pytest.fixture
 def fer(tmp_path, monkeypatch):
     monkeypatch.setattr(Fer2013, "rows", {"Training": 6, "PublicTest": 3, "PrivateTest": 2})
-    return write_fer(tmp_path / "fer2013.csv", [fer_row(n, usage) for n, usage in enumerate(USAGES)])
+    return write_fer(tmp_path / "fer2013.csv", ROWS)
 
 
 def test_fer2013(fer):
     dataset = Fer2013(path=fer).load()
     assert (dataset.train.images.shape, dataset.train.images.dtype) == ((6, 48, 48, 1), np.uint8)
     assert dataset.train.images[:, 5, 5, 0].tolist() == [0, 1, 2, 3, 4, 5]
-    assert dataset.test.images[:, 0, 0, 0].tolist() == [9, 10]
-    assert dataset.test.labels.tolist() == [2, 3]
+    assert (dataset.test.images[:, 0, 0, 0].tolist(), dataset.test.labels.tolist()) == ([9, 10], [2, 3])
     assert (dataset.validation, len(dataset.classes)) == (None, 7)
     validation = Fer2013(path=fer, validation_size=2, train_size=6).load().validation  # of PublicTest
     assert validation.images[:, 0, 0, 0].tolist() == [6, 7]
-    with pytest.raises(ConfigError, match="validation_size=4: PublicTest has 3"):
-        Fer2013(path=fer, validation_size=4).load()
+    raises(ConfigError, "validation_size=4: PublicTest has 3", Fer2013(path=fer, validation_size=4).load)
 
 
 def pixels(*last):
@@ -146,7 +137,7 @@ def test_fer2013_malformed_row(tmp_path, row, part):
 def test_fer2013_of_another_layout_truncated_missing_or_binary(tmp_path, fer):
     other = write_fer(tmp_path / "other.csv", [], ("label", "image"))
     refused(Fer2013(path=other), r"dataset\.path='.*other\.csv': begins with 'label,image', expected 'emotion")
-    short = write_fer(tmp_path / "short.csv", [fer_row(n, usage) for n, usage in enumerate(USAGES[:-1])])
+    short = write_fer(tmp_path / "short.csv", ROWS[:-1])
     refused(Fer2013(path=short), "1 rows of Usage PrivateTest, published were 2")
     assert len(Fer2013(path=short, verify=False).load().test) == 1
     refused(Fer2013(path=str(tmp_path / "none.csv")), "no such file")
@@ -154,15 +145,11 @@ def test_fer2013_of_another_layout_truncated_missing_or_binary(tmp_path, fer):
     refused(Fer2013(path=str(tmp_path / "binary.csv")), r"binary\.csv")
 
 
-# images
-COLORS = {"blue": (0, 0, 250), "red": (250, 0, 0)}
-
-
 def write_pictures(folder, count=10, size=(6, 4), suffix=".png"):
-    for name, color in COLORS.items():
+    for name, red, blue in (("blue", 0, 250), ("red", 250, 0)):
         (folder / name).mkdir(parents=True)
         for n in range(count):
-            Image.new("RGB", size, (*color[:1], n, color[2])).save(folder / name / f"{n}{suffix}")
+            Image.new("RGB", size, (red, n, blue)).save(folder / name / f"{n}{suffix}")
     return str(folder)
 
 
@@ -171,8 +158,7 @@ def test_images_are_split_by_seed_in_every_class_or_by_folders(tmp_path):
     (tmp_path / "photos" / "blue" / "notes.txt").write_text("no picture")
     dataset = Images(root=root).load()
     assert (dataset.classes, dataset.input_shape, dataset.train.images.dtype) == (("blue", "red"), (4, 6, 3), np.uint8)
-    assert np.bincount(dataset.train.labels).tolist() == [8, 8]
-    assert np.bincount(dataset.test.labels).tolist() == [2, 2]
+    assert (np.bincount(dataset.train.labels).tolist(), np.bincount(dataset.test.labels).tolist()) == ([8, 8], [2, 2])
     np.testing.assert_array_equal(dataset.train.images[:, 0, 0, 0] == 250, dataset.train.labels == 1)
     seen = [(s.images[n, 0, 0, 1], s.labels[n]) for s in (dataset.train, dataset.test) for n in range(len(s))]
     assert len(set(seen)) == 20
@@ -180,9 +166,7 @@ def test_images_are_split_by_seed_in_every_class_or_by_folders(tmp_path):
 
     write_pictures(tmp_path / "split" / "train", 5)
     write_pictures(tmp_path / "split" / "test", 3)
-    dataset = Images(
-        root=str(tmp_path / "split"), height=8, width=9, grayscale=True, validation_size=2, test_size=4
-    ).load()
+    dataset = Images(root=f"{tmp_path}/split", height=8, width=9, grayscale=True, validation_size=2, test_size=4).load()
     assert (len(dataset.train), len(dataset.validation), len(dataset.test)) == (8, 2, 4)
     assert dataset.input_shape == (8, 9, 1)
 
@@ -198,13 +182,11 @@ def test_images_of_other_modes(tmp_path, mode):
 
 
 def test_images_of_different_sizes_ask_for_one(tmp_path):
-    root = Path(write_pictures(tmp_path))
-    Image.new("RGB", (5, 5)).save(root / "red" / "big.png")
-    refused(
-        Images(root=str(root), test_fraction=0.01),
-        r"is 5 x 5 pixels and .* 4 x 6; .*dataset\.height=\.\.\. dataset\.width",
-    )
-    assert Images(root=str(root), height=4, width=4).load().input_shape == (4, 4, 3)
+    root = write_pictures(tmp_path)
+    Image.new("RGB", (5, 5)).save(tmp_path / "red" / "big.png")
+    said = r"is 5 x 5 pixels and .* 4 x 6; .*dataset\.height=\.\.\. dataset\.width"
+    refused(Images(root=root, test_fraction=0.01), said)
+    assert Images(root=root, height=4, width=4).load().input_shape == (4, 4, 3)
 
 
 def test_damaged_images_and_ones_too_large(tmp_path, monkeypatch):
@@ -237,15 +219,12 @@ def test_folders_that_hold_no_classes(tmp_path):
     refused(Images(root=str(tmp_path / "split")), "class 'green' is not among the training classes blue, red")
 
 
-# npz
 ARRAYS = {
     "train_images": np.arange(6 * 4 * 4, dtype=np.uint8).reshape(6, 4, 4),
     "train_labels": np.array([0, 1, 2, 0, 1, 2]),
     "test_images": np.ones((2, 4, 4), np.uint8),
     "test_labels": np.array([0, 2]),
 }
-
-
 CHANNELS_FIRST = r"channels come last, .*; write numpy\.moveaxis\(images, 1, 3\)"
 
 
@@ -280,10 +259,8 @@ def test_npz_with_an_absurd_shape_or_one_enormous_label_is_refused_at_once(tmp_p
         for name in ARRAYS:
             file.writestr(f"{name}.npy", header.getvalue())
     refused(Npz(path=str(tmp_path / "a.npz")), r"damaged: .*allocate")
-    refused(
-        Npz(path=write_npz(tmp_path / "a.npz", train_labels=np.array([0, 1, 2, 0, 1, 10**12]))),
-        "train_labels up to 1000000000000; there can be 100000 classes",
-    )
+    path = write_npz(tmp_path / "a.npz", train_labels=np.array([0, 1, 2, 0, 1, 10**12]))
+    refused(Npz(path=path), "train_labels up to 1000000000000; there can be 100000 classes")
 
 
 def test_npz_damaged_or_something_else(tmp_path):
@@ -292,8 +269,7 @@ def test_npz_damaged_or_something_else(tmp_path):
     flipped = bytearray(sound)
     flipped[sound.index(b"train_images.npy") + 60] ^= 0xFF
     np.save(tmp_path / "array.npy", ARRAYS["train_images"])
-    cases = {"cut": sound[:-30], "pickle": b"\x80\x04N.", "npy": (tmp_path / "array.npy").read_bytes(), "empty": b""}
-    for content in cases.values():
+    for content in (sound[:-30], b"\x80\x04N.", (tmp_path / "array.npy").read_bytes(), b""):
         path.write_bytes(content)
         refused(Npz(path=str(path)), r"dataset\.path='.*a\.npz': not a whole \.npz file")
     path.write_bytes(flipped)
@@ -305,8 +281,7 @@ def test_npz_damaged_or_something_else(tmp_path):
 def test_npz_that_unfolds_to_more_than_there_is(tmp_path, monkeypatch):
     path = write_npz(tmp_path / "a.npz", train_images=np.zeros((6, 1000, 1000), np.uint8))
     monkeypatch.setattr(memory, "available", lambda: (5_000_000, "ulimit -v"))
-    with pytest.raises(OutOfMemory, match=r"needs 600\d+ bytes .* for the arrays of dataset.path"):
-        Npz(path=path).load()
+    raises(OutOfMemory, r"needs 600\d+ bytes .* for the arrays of dataset.path", Npz(path=path).load)
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="pipes with names are of POSIX systems")
@@ -315,8 +290,7 @@ def test_no_source_waits_for_a_pipe_or_reads_a_device(tmp_path):
     for path in (tmp_path / "pipe", Path("/dev/zero")):
         sources = Npz(path=str(path)).load, Fer2013(path=str(path)).load
         for read in (*sources, lambda path=path: read_idx(path, 1), lambda path=path: Images(root=".").read(path)):
-            with pytest.raises(DataError, match="not a regular file"):
-                read()
+            raises(DataError, "not a regular file", read)
 
 
 @each(

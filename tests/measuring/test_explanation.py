@@ -22,11 +22,8 @@ def entry(what, name, seconds):
 
 
 RUN = {
-    "backend": "cpu-simd",
-    "threads": 2,
+    **{"backend": "cpu-simd", "threads": 2, "us_per_image": 10.0, "machine": LIMITS},
     "images": 1_000_000,  # so a second is a microsecond an image
-    "us_per_image": 10.0,
-    "machine": LIMITS,
     "layers": [
         layer("conv1 relu1 maxpool1", "forward", 3.0, 400_000, 9e10, 3e9, "16 filters"),
         layer("linear1", "forward", 1.0, 10_000, 2e10, 4e10, "16 weights"),
@@ -40,11 +37,7 @@ RUN = {
     ],
 }
 BASELINE = {
-    "backend": "cpu",
-    "threads": 1,
-    "images": 1_000_000,
-    "us_per_image": 500.0,
-    "machine": {},
+    **{"backend": "cpu", "threads": 1, "us_per_image": 500.0, "machine": {}, "images": 1_000_000},
     "layers": [
         *(layer("conv1", "forward", 100.0, 400_000), layer("relu1", "forward", 5.0)),
         *(layer("maxpool1", "forward", 15.0), layer("linear1", "forward", 0.5, 10_000)),
@@ -74,8 +67,7 @@ def test_groups_are_the_coarser_ones_joined_where_they_overlap_and_add_up():
     a = {**RUN, "layers": [layer("conv1 relu1", "forward", 1.0), layer("pool1", "forward", 2.0)], "entries": []}
     b = {**RUN, "layers": [layer("conv1", "forward", 4.0), layer("relu1 pool1", "forward", 5.0)], "entries": []}
     (row,) = rows([side_of(a, "a"), side_of(b, "b")])
-    assert row.name == "conv1 relu1 pool1 forward"
-    assert [piece.us for piece in row.pieces] == [3.0, 9.0]
+    assert (row.name, [piece.us for piece in row.pieces]) == ("conv1 relu1 pool1 forward", [3.0, 9.0])
 
 
 def test_the_sentences_say_what_the_numbers_say():

@@ -16,43 +16,32 @@ from cnnexp.system.cores import usable_cores
 SPIN = "import os; print(os.getpid(), flush=True)\nwhile True: pass"
 
 
-def write_stat(folder, idle, stolen, ticks):
-    """A /proc/stat in which each of our cores has had `ticks`; one that is not ours is always busy."""
-    cores = "".join(f"cpu{c} {ticks - idle - stolen} 0 0 {idle} 0 0 0 {stolen} 0 0\n" for c in os.sched_getaffinity(0))
-    (folder / "stat").write_text(f"cpu  9 9 9 9 9 9 9 9 0 0\n{cores}cpu999 5 5 5 5 5 5 5 5 0 0\nctxt 1\n")
-
-
-@pytest.fixture
-def machine(tmp_path, monkeypatch):
-    """Its /proc, and a function by which time passes; what is used is in seconds of all our cores together."""
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux counts what others use")
+@each((0.0, 0.0, False), (0.03, 0.0, False), (0.2, 0.0, True), (0.0, 0.1, True))
+def test_disturbed_is_what_others_used_never_how_our_threads_waited(tmp_path, monkeypatch, others, stolen, disturbed):
+    cores = usable_cores()
     now = {"clock": 0.0, "own": 0.0, "idle": 0.0, "stolen": 0.0}
     monkeypatch.setattr(interference.time, "monotonic", lambda: now["clock"])
     monkeypatch.setattr(interference, "_own_s", lambda: now["own"])
 
-    def pass_time(seconds, own, others, stolen=0.0):
-        cores = usable_cores()
+    def pass_time(seconds, own, others, stolen=0.0):  # in seconds of all our cores together
         idle = seconds * cores - own - others - stolen
         for key, passed in (("clock", seconds), ("own", own), ("idle", idle), ("stolen", stolen)):
             now[key] += passed
-        write_stat(tmp_path, round(100 * now["idle"] / cores), round(100 * now["stolen"] / cores), 10_000)
+        idle, stolen = (round(100 * now[key] / cores) for key in ("idle", "stolen"))
+        ours = [f"cpu{c} {10_000 - idle - stolen} 0 0 {idle} 0 0 0 {stolen} 0 0\n" for c in os.sched_getaffinity(0)]
+        other = "cpu999 5 5 5 5 5 5 5 5 0 0\n"  # always busy, but not ours
+        (tmp_path / "stat").write_text(f"cpu  9 9 9 9 9 9 9 9 0 0\n{''.join(ours)}{other}ctxt 1\n")
 
     pass_time(1.0, 0.5, 0.0)
-    return tmp_path, pass_time
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux counts what others use")
-@each((0.0, 0.0, False), (0.03, 0.0, False), (0.2, 0.0, True), (0.0, 0.1, True))
-def test_disturbed_is_what_others_used_never_how_the_own_threads_waited(machine, others, stolen, disturbed):
-    folder, pass_time = machine
-    cores = usable_cores()
-    watch = Watch(cores, folder)
+    watch = Watch(cores, tmp_path)
     assert watch.interference() is None
     watch.start()
     pass_time(0.1, 0.0, 0.1 * cores)
     watch.finished(None)
     assert not watch.interference().known, "too short to say"
     assert not watch.interference().disturbed
-    watch = Watch(cores, folder)
+    watch = Watch(cores, tmp_path)
     watch.start()
     for _ in range(3):
         pass_time(1.0, 0.5 * cores, others * cores, stolen * cores)
@@ -92,7 +81,9 @@ def test_a_process_on_our_core_is_other_work_and_a_child_of_ours_is_not():
                     process.wait()  # its own child has no parent then
                 watch = Watch(1)
                 watch.start()
-                spin_for(0.3)
+                ended = os.times().user + 0.3
+                while os.times().user < ended:
+                    pass
                 watch.finished(None)
                 shares[who] = watch.interference()
                 os.kill(rival, signal.SIGKILL)
@@ -101,12 +92,6 @@ def test_a_process_on_our_core_is_other_work_and_a_child_of_ours_is_not():
     assert shares["other"].disturbed
     assert shares["other"].others > 0.3
     assert shares["child"].others < shares["other"].others
-
-
-def spin_for(seconds):
-    ended = os.times().user + seconds
-    while os.times().user < ended:
-        pass
 
 
 def test_patience_ends_with_quiet_or_with_its_limit():
@@ -121,6 +106,5 @@ def test_patience_ends_with_quiet_or_with_its_limit():
 
         return await_quiet(10.0, look, clock)
 
-    assert waited(0.9, 0.5, 0.05, 0.9) == 1.5
-    assert waited(*[1.0] * 50) == 10.0
+    assert (waited(0.9, 0.5, 0.05, 0.9), waited(*[1.0] * 50)) == (1.5, 10.0)
     assert waited(0.0) == 0.5

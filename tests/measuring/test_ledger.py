@@ -1,5 +1,3 @@
-"""The ledger of a run's time, the roofline's counts, and Amdahl's law."""
-
 import itertools
 import math
 import time
@@ -10,16 +8,16 @@ import pytest
 from fakes import FakeClock, FakeProgram
 from tables import each
 
+from cnnexp import SGD, AvgPool2d, Conv2d, Flatten, Linear, Loss, MaxPool2d, Network, ReLU, Sigmoid, Totals
 from cnnexp.backends import backend_class
 from cnnexp.measuring import roofline
 from cnnexp.measuring.amdahl import amdahl_limit
 from cnnexp.measuring.ledger import REST, Ledger, Profiled, metrics, report, report_beside
 from cnnexp.measuring.roofline import machine_limits, roofs, work_per_image
-from cnnexp.network import AvgPool2d, Conv2d, Flatten, Linear, MaxPool2d, Network, ReLU, Sigmoid
-from cnnexp.network.losses import Loss, Totals
-from cnnexp.optimizers import SGD
 
 NETWORK = Network((12, 12, 2), (Conv2d(4, 3), ReLU(), MaxPool2d(2), Flatten(), Linear(6), Sigmoid(), Linear(3)))
+LAYERS = [stage for stage in NETWORK.stages if not isinstance(stage.layer, Flatten)]
+PASSES = [*itertools.product(LAYERS, ("forward", "backward"))]
 
 
 def test_inner_spans_stop_the_outer_one_and_one_that_raises_is_closed():
@@ -82,8 +80,7 @@ def test_every_layer_and_pass_of_a_layerwise_program_is_clocked_and_no_number_ch
     assert sum(entry["seconds"] for entry in found["entries"]) == pytest.approx(found["wall_s"])
     assert found["accounted"] >= 0.95
     clocked = {(layer["name"], layer["pass"]) for layer in found["layers"]}
-    names = [stage.name for stage in NETWORK.stages if not isinstance(stage.layer, Flatten)]
-    assert clocked == {(name, what) for name in names for what in ("forward", "backward")}
+    assert clocked == {(stage.name, what) for stage, what in PASSES}
     whats = {entry["what"] for entry in found["entries"]}
     assert {"compile", "transfer", "evaluate", "gather", "update"} <= whats
     assert 0 < found["parallel_share"] < 1
@@ -108,12 +105,7 @@ def test_a_fused_program_is_one_entry():
     assert named["profile/train_s"] > 0
     assert not any(name.startswith("profile/share/") for name in named)
     # multiply-adds that the shapes need, over what a matrix product of NumPy's reaches here in the same seconds
-    flops = 128 * sum(
-        work_per_image(stage, what, 16, needs_dx=stage.name != "conv1")[0]
-        for stage in NETWORK.stages
-        if not isinstance(stage.layer, Flatten)
-        for what in ("forward", "backward")
-    )
+    flops = 128 * sum(work_per_image(stage, what, 16, needs_dx=stage.name != "conv1")[0] for stage, what in PASSES)
     reached = flops / named["profile/train_s"] / 1e9
     assert named["profile/share_of_gflops"] == pytest.approx(reached / found["machine"]["gflops"])
 
@@ -196,30 +188,23 @@ def test_the_layers_share_of_a_step_is_that_of_their_passes_alone_and_a_fused_on
     assert not program.orders  # and is not trained for nothing
 
 
-def work(layer, shape, what, batch_size=1, **options):
-    network = Network(shape, (layer, Flatten(), Linear(1)) if len(shape) == 3 else (layer,))
-    return work_per_image(network.stages[0], what, batch_size, **options)
-
-
 @each(
     # 6x6 outputs of 4 filters, each 3x3x2 multiply-adds
-    (Conv2d(4, 3), (8, 8, 2), "forward", 2 * 36 * 4 * 18, 128 + 144 + 76),
-    (Conv2d(4, 3), (8, 8, 2), "backward", 2 * 2 * 36 * 4 * 18, 128 + 144 + 2 * 76 + 128),
-    (Linear(5), (7,), "forward", 2 * 35, 7 + 5 + 40),
-    (MaxPool2d(2), (4, 4, 3), "forward", 4 * 12, 48 + 12 + 12),
-    (MaxPool2d(2), (4, 4, 3), "backward", 12, 48 + 12 + 12),
-    (AvgPool2d(2), (4, 4, 3), "forward", 4 * 12, 48 + 12),
-    (ReLU(), (4, 4, 3), "forward", 48, 96),
-    (ReLU(), (4, 4, 3), "backward", 48, 144),
-    (Sigmoid(), (4, 4, 3), "forward", 4 * 48, 96),
+    (Conv2d(4, 3), (8, 8, 2), "forward", {}, 2 * 36 * 4 * 18, 128 + 144 + 76),
+    (Conv2d(4, 3), (8, 8, 2), "backward", {}, 2 * 2 * 36 * 4 * 18, 128 + 144 + 2 * 76 + 128),
+    (Conv2d(4, 3), (8, 8, 2), "backward", {"needs_dx": False}, 2 * 36 * 4 * 18, 128 + 144 + 2 * 76),
+    (Linear(5), (7,), "forward", {}, 2 * 35, 7 + 5 + 40),
+    (Linear(5), (7,), "forward", {"batch_size": 10}, 2 * 35, 7 + 5 + 4),  # weights are read once a batch
+    (MaxPool2d(2), (4, 4, 3), "forward", {}, 4 * 12, 48 + 12 + 12),
+    (MaxPool2d(2), (4, 4, 3), "backward", {}, 12, 48 + 12 + 12),
+    (AvgPool2d(2), (4, 4, 3), "forward", {}, 4 * 12, 48 + 12),
+    (ReLU(), (4, 4, 3), "forward", {}, 48, 96),
+    (ReLU(), (4, 4, 3), "backward", {}, 48, 144),
+    (Sigmoid(), (4, 4, 3), "forward", {}, 4 * 48, 96),
 )
-def test_operations_and_bytes_by_hand(layer, shape, what, flops, numbers):
-    assert work(layer, shape, what) == (flops, 4 * numbers)
-
-
-def test_weights_are_read_once_a_batch_and_a_first_layer_needs_no_dx():
-    assert work(Linear(5), (7,), "forward", batch_size=10)[1] == 4 * (12 + 4)
-    assert work(Conv2d(4, 3), (8, 8, 2), "backward", needs_dx=False) == (2 * 36 * 4 * 18, 4 * (128 + 144 + 152))
+def test_operations_and_bytes_by_hand(layer, shape, what, options, flops, numbers):
+    network = Network(shape, (layer, Flatten(), Linear(1)) if len(shape) == 3 else (layer,))
+    assert work_per_image(network.stages[0], what, **{"batch_size": 1, **options}) == (flops, 4 * numbers)
 
 
 def test_machine_limits_are_measured_and_some_where_no_cache_is_known(tmp_path, monkeypatch):

@@ -1,10 +1,9 @@
-"""Elementwise layers: their rules on NumPy, and what compiled backends share of them."""
-
 from dataclasses import dataclass
 
 import numpy as np
 import pytest
 import reference
+from commands import raises
 
 from cnnexp.backends.plain.numpy import MATHS
 from cnnexp.backends.plain.python import MATHS as PYTHON
@@ -38,12 +37,10 @@ class Scaled(Elementwise):
     scale: float = 2.0
 
     def rule(self, maths):
-        scale = np.float32(self.scale)
-        return lambda x: scale * x
+        return lambda x: np.float32(self.scale) * x
 
     def derivative(self, maths):
-        scale = np.float32(self.scale)
-        return lambda x, y: scale
+        return lambda x, y: np.float32(self.scale)
 
 
 def test_a_fingerprint_changes_with_numbers_and_code():
@@ -57,5 +54,4 @@ def test_a_fingerprint_changes_with_numbers_and_code():
 
 @pytest.mark.parametrize("slope", [float("nan"), 1e39, 1e-300, True, "0.1"])
 def test_a_slope_is_a_finite_number(slope):
-    with pytest.raises(NetworkError, match=r"LeakyReLU: slope=.*; must be a finite number"):
-        LeakyReLU(slope)
+    raises(NetworkError, r"LeakyReLU: slope=.*; must be a finite number", LeakyReLU, slope)

@@ -24,9 +24,8 @@ TRIALS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", TRIALS)
-def test_the_folded_network_gives_the_same_scores(name):
-    shape, layers, left = TRIALS[name]
+@pytest.mark.parametrize(("shape", "layers", "left"), TRIALS.values(), ids=TRIALS)
+def test_the_folded_network_gives_the_same_scores(shape, layers, left):
     case = make_case(Network(shape, layers))
     folded = Folded.of(case.network)
     assert sum(isinstance(stage.layer, BatchNorm2d) for stage in walk(folded.network.stages)) == left

@@ -1,7 +1,6 @@
-"""The losses in NumPy against the oracle, where they saturate, and the networks that suit them."""
-
 import numpy as np
 import pytest
+from commands import raises
 from tables import each
 
 from cnnexp.errors import NetworkError
@@ -35,8 +34,7 @@ def test_where_losses_saturate_or_tie_nan_is_not_hidden_and_totals_add_up():
     ((Conv2d(3, 2), ReLU()), SOFTMAX, None, "a flat vector of scores"),
 )
 def test_a_network_that_does_not_suit_is_refused(layers, loss, classes, message):
-    with pytest.raises(NetworkError, match=message):
-        check_loss(Network((4, 4, 1), layers), loss, classes)
+    raises(NetworkError, message, check_loss, Network((4, 4, 1), layers), loss, classes)
     check_loss(Network((3,), (Linear(2),)), SOFTMAX, 2)
     check_loss(Network((3,), (Linear(1), Sigmoid())), BINARY, 2)
 
@@ -47,5 +45,4 @@ def test_a_network_that_does_not_suit_is_refused(layers, loss, classes, message)
     (("mean_squared_error", 0.1), "label_smoothing=0.1: mean_squared_error has none; it must be 0"),
 )
 def test_losses_that_are_none(values, message):
-    with pytest.raises(NetworkError, match=message):
-        Loss(*values)
+    raises(NetworkError, message, Loss, *values)

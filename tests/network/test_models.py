@@ -33,8 +33,7 @@ def test_knm_ffn_and_custom_are_their_layers():
     check_loss(network, Ffn().loss, 2)
     model = Ffn(hidden=(), loss_name="softmax_cross_entropy")
     assert model.network(MNIST, 10).layers == Custom(layers=(Flatten(), Linear(10))).network(MNIST, 10).layers
-    assert model.network(MNIST, 10).layers == (Flatten(), Linear(10))
-    assert model.loss == Loss.SOFTMAX_CROSS_ENTROPY
+    assert (model.network(MNIST, 10).layers, model.loss) == ((Flatten(), Linear(10)), Loss.SOFTMAX_CROSS_ENTROPY)
 
 
 @pytest.mark.parametrize("model", [OneConv, TwoConvMlp, TwoConvPool4, Knm])
@@ -42,10 +41,6 @@ def test_auto_padding_reaches_the_pooling_layer(model):
     layers = model(kernel=4, pool=3, padding="auto").network((28, 28, 1), 10).layers
     convs, pools = ([layer for layer in layers if isinstance(layer, kind)] for kind in (Conv2d, MaxPool2d))
     assert {layer.padding for layer in convs + pools} == {"auto"}
-
-
-def residuals(network):
-    return [stage for stage in network.stages if isinstance(stage.layer, Residual)]
 
 
 @each(
@@ -67,9 +62,10 @@ def test_resnet_has_the_published_parameters(model, parameters):
     weights = [stage for stage in walk(network.stages) if isinstance(stage.layer, Conv2d | Linear)]
     assert len(weights) == 6 * model.blocks + (2 if padded else 4)
     sides = [(32, model.width), (16, 2 * model.width), (8, 4 * model.width)]
-    shapes = [stage.output_shape for stage in residuals(network)]
+    residuals = [stage for stage in network.stages if isinstance(stage.layer, Residual)]
+    shapes = [stage.output_shape for stage in residuals]
     assert shapes == [(side, side, width) for side, width in sides for _ in range(model.blocks)]
-    shortcuts = [i for i, stage in enumerate(residuals(network)) if stage.layer.shortcut == "padded"]
+    shortcuts = [i for i, stage in enumerate(residuals) if stage.layer.shortcut == "padded"]
     assert shortcuts == ([model.blocks, 2 * model.blocks] if padded else [])
 
 

@@ -1,11 +1,9 @@
-"""Shapes, parameters, errors and initial values of networks."""
-
 import json
 import math
 
 import numpy as np
-import pytest
 import reference
+from commands import raises
 from hypothesis import given
 from hypothesis import strategies as st
 from tables import each
@@ -21,9 +19,8 @@ IMAGE = (28, 28, 1)
 
 def test_parameters_lie_one_after_another():
     network = Network((6, 6, 2), (Conv2d(3, 3), ReLU(), Conv2d(4, 2, bias=False), Flatten(), Linear(5)))
-    assert [p.name for p in network.parameters] == [
-        "conv1.weight", "conv1.bias", "conv2.weight", "linear1.weight", "linear1.bias",
-    ]  # fmt: skip
+    names = ["conv1.weight", "conv1.bias", "conv2.weight", "linear1.weight", "linear1.bias"]
+    assert [p.name for p in network.parameters] == names
     assert [p.shape for p in network.parameters] == [(3, 3, 2, 3), (3,), (2, 2, 3, 4), (36, 5), (5,)]
     sizes = [math.prod(parameter.shape) for parameter in network.parameters]
     assert [parameter.size for parameter in network.parameters] == sizes
@@ -54,9 +51,8 @@ def test_a_residual_holds_a_network_of_its_own_and_comes_back_from_plain_values(
     assert names == ["conv1", "residual1.conv1", "residual1.residual1.conv1", "linear1"]
     assert network.parameters[-1].offset + 3 == network.parameter_count == 6 + 38 + 6 + 9
     assert [stage.macs for stage in network.stages] == [64, 16 * (36 + 4), 0, 6]
-    assert [stage.name for stage in walk(network.stages)][1:5] == [
-        "residual1.conv1", "residual1.residual1.relu1", "residual1.residual1.conv1", "residual1.residual1",
-    ]  # fmt: skip
+    within = ["residual1.conv1", "residual1.residual1.relu1", "residual1.residual1.conv1", "residual1.residual1"]
+    assert [stage.name for stage in walk(network.stages)][1:5] == within
 
     layers = (Conv2d(2, 3), Residual((LeakyReLU(0.2), Residual((ReLU(),)))), Flatten(), Linear(2, bias=False))
     plain = json.loads(json.dumps([describe_layer(layer) for layer in layers]))
@@ -106,8 +102,7 @@ def test_a_residual_holds_a_network_of_its_own_and_comes_back_from_plain_values(
     ((0,), (Linear(1),), r"input shape \(0,\): must be"),
 )
 def test_what_does_not_fit_is_refused(shape, layers, message):
-    with pytest.raises(NetworkError, match=message):
-        Network(shape, layers)
+    raises(NetworkError, message, Network, shape, layers)
 
 
 def test_a_run_begins_with_a_whole_state():
@@ -116,11 +111,9 @@ def test_a_run_begins_with_a_whole_state():
     inner = Residual((Conv2d(1, 1, bias=False), BatchNorm2d(), Dropout()))
     network = Network(IMAGE, (BatchNorm2d(), inner, GlobalAvgPool(), Linear(2, bias=False)))
     state = network.initial_state(3)
-    assert state.keys() == {"parameters", "running", "seed"}
-    assert state["seed"] == 3
-    assert [average.name for average in network.running] == [
-        "batchnorm1.mean", "batchnorm1.variance", "residual1.batchnorm1.mean", "residual1.batchnorm1.variance",
-    ]  # fmt: skip
+    assert (state.keys(), state["seed"]) == ({"parameters", "running", "seed"}, 3)
+    outer = ["batchnorm1.mean", "batchnorm1.variance"]
+    assert [average.name for average in network.running] == [*outer, *(f"residual1.{name}" for name in outer)]
     assert state["running"].tolist() == [0, 1, 0, 1]
     named = {parameter.name: parameter.view(state["parameters"]).tolist() for parameter in network.parameters}
     assert named["batchnorm1.weight"] == named["residual1.batchnorm1.weight"] == [1]

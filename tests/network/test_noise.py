@@ -1,5 +1,3 @@
-"""Random numbers that follow from where they are used."""
-
 import numpy as np
 import pytest
 

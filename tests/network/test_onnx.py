@@ -13,20 +13,17 @@ import numpy as np
 import pytest
 import reference
 from backends import outside_layer
-from commands import one_line
+from commands import one_line, raises
 from conformance import make_case
 from hypothesis import HealthCheck, given, settings
 from networks import NETWORKS, cases
 from tables import each
 from torch_modules import NAMES, channels_last, torch_modules
 
+from cnnexp import GELU, SGD, BatchNorm2d, Conv2d, GlobalAvgPool, Loss, MaxPool2d, Network, ReLU, Residual, backend
 from cnnexp.app import explain, export, predict
-from cnnexp.backends import backend
 from cnnexp.errors import BackendUnavailable, CnnexpError, DataError, NetworkError
-from cnnexp.network import GELU, BatchNorm2d, Conv2d, GlobalAvgPool, MaxPool2d, Network, ReLU, Residual
-from cnnexp.network.losses import Loss
 from cnnexp.network.models import MODELS, Onnx
-from cnnexp.optimizers import SGD
 
 onnx = pytest.importorskip("onnx", reason="no onnx is installed")
 onnxruntime = pytest.importorskip("onnxruntime", reason="no onnxruntime is installed")
@@ -182,9 +179,6 @@ model.export("net.onnx", format="onnx", verbose=False)
 """
 
 
-# graphs made here
-
-
 def tensor(name, *shape, scale=1.0):
     return numpy_helper.from_array((scale * RNG.standard_normal(shape)).astype(np.float32), name)
 
@@ -193,8 +187,8 @@ def whole(name, *values):
     return numpy_helper.from_array(np.array(values, np.int64), name)
 
 
-def model_of(nodes, tensors, dims=("N", 1, 8, 8), opset=17, output="y"):
-    y = helper.make_tensor_value_info(output, TensorProto.FLOAT, ("N", "classes"))
+def model_of(nodes, tensors, dims=("N", 1, 8, 8), opset=17):
+    y = helper.make_tensor_value_info("y", TensorProto.FLOAT, ("N", "classes"))
     x = helper.make_tensor_value_info("x", TensorProto.FLOAT, dims)
     made = helper.make_graph(nodes, "made", [x], [y], tensors)
     return helper.make_model(made, opset_imports=[helper.make_opsetid("", opset)], ir_version=8)
@@ -325,10 +319,9 @@ def test_what_is_not_known_is_one_line_that_names_the_node(tmp_path, name):
     if name == "domain":
         model.opset_import.append(helper.make_opsetid("mine", 1))
     (tmp_path / "net.onnx").write_bytes(model.SerializeToString())
-    with one_line(NetworkError, "what fits: ") as refused:
-        Onnx(str(tmp_path / "net.onnx")).network(GRAY, 3)
-    assert message.replace("\\", "") in str(refused.value)
-    assert refused.value.exit_code == 2
+    error = raises(NetworkError, "what fits: ", Onnx(str(tmp_path / "net.onnx")).network, GRAY, 3)
+    assert message.replace("\\", "") in str(error)
+    assert error.exit_code == 2
 
 
 DAMAGES = {
@@ -353,10 +346,9 @@ def test_a_damaged_file_is_one_line(tmp_path, kind):
     if kind in DAMAGES:
         DAMAGES[kind](model.graph)
     (tmp_path / "net.onnx").write_bytes(CONTENTS.get(kind, model.SerializeToString()))
-    with one_line(CnnexpError, r"model.path='.*net.onnx'") as refused:
-        Onnx(str(tmp_path / "net.onnx")).network(GRAY, 3)
-    assert refused.value.exit_code in (2, 3)
-    assert len(str(refused.value)) < 900
+    error = raises(CnnexpError, r"model.path='.*net.onnx'", Onnx(str(tmp_path / "net.onnx")).network, GRAY, 3)
+    assert error.exit_code in (2, 3)
+    assert len(str(error)) < 900
 
 
 @each(
@@ -367,27 +359,24 @@ def test_a_damaged_file_is_one_line(tmp_path, kind):
 )
 def test_a_model_for_something_else_is_one_line(tmp_path, options, message):
     path = saved(tmp_path, [node("Conv", "x k", "a"), *HEAD], CONV, **options)
-    with pytest.raises(NetworkError) as refused:
-        Onnx(str(path)).network(GRAY, 3)
-    assert message in str(refused.value)
+    raises(NetworkError, message, Onnx(str(path)).network, GRAY, 3)
 
 
 def test_weights_that_are_no_numbers_are_refused(tmp_path):
     kernels = np.full((2, 1, 3, 3), np.nan, np.float32)
     path = saved(tmp_path, [node("Conv", "x k", "a"), *HEAD], [numpy_helper.from_array(kernels, "k"), *CONV[1:]])
     model = Onnx(str(path), pretrained=True)
-    with pytest.raises(NetworkError, match=r"conv1.weight: a weight of .*; must be finite"):
-        model.initial_state(model.network(GRAY, 3), 0)
+    raises(NetworkError, r"conv1.weight: .*; must be finite", model.initial_state, model.network(GRAY, 3), 0)
 
 
-def with_external(folder, location, **where):
+def with_external(folder, location):
     """Save a model whose first weight lies in another file, 8 bytes from its start; return its path."""
     model = model_of([node("Conv", "x k", "a"), *HEAD], CONV)
     kernels = model.graph.initializer[0]
     content = kernels.raw_data
     kernels.ClearField("raw_data")
     kernels.data_location = TensorProto.EXTERNAL
-    for key, value in {"location": location, "offset": 8, "length": len(content), **where}.items():
+    for key, value in {"location": location, "offset": 8, "length": len(content)}.items():
         kernels.external_data.add(key=key, value=str(value))
     (folder / "net.onnx").write_bytes(model.SerializeToString())
     return folder / "net.onnx", bytes(8) + content
@@ -426,13 +415,8 @@ def test_external_data_lie_beside_the_model_or_are_refused(tmp_path, kind):
 def test_without_the_package_one_line_names_the_extra(tmp_path, monkeypatch):
     path = saved(tmp_path, [node("Conv", "x k", "a"), *HEAD], CONV)
     monkeypatch.setitem(sys.modules, "onnx", None)
-    with pytest.raises(
-        BackendUnavailable, match=r"model.path=.*: ONNX cannot be imported .*; pip install '\.\[onnx\]'"
-    ):
-        Onnx(str(path)).network(GRAY, 3)
-
-
-# training
+    said = r"model.path=.*: ONNX cannot be imported .*; pip install '\.\[onnx\]'"
+    raises(BackendUnavailable, said, Onnx(str(path)).network, GRAY, 3)
 
 
 def test_a_run_begins_with_the_weights_that_are_asked_for(tmp_path):

@@ -6,28 +6,18 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from commands import often, one_line
+from commands import often, raises
 from tables import each
 from torch_modules import NAMES, channels_last, torch_modules
 
-from cnnexp import from_torch, to_torch
-from cnnexp.backends import backend
+from cnnexp import SGD, Dropout, Residual, backend, from_torch, to_torch
 from cnnexp.errors import BackendUnavailable, NetworkError
-from cnnexp.network import Dropout, Residual
-from cnnexp.optimizers import SGD
 
 torch = pytest.importorskip("torch", reason="no torch is installed")
 nn = torch.nn
 RNG = np.random.default_rng(0)
 OFTEN = "lenet5", "vgg", "padded_resnet", "mobilenet", "views"
 RESIDUALS = {"resnet": 3, "plain_resnet": 1, "padded_resnet": 1}
-
-
-def program_of(model, outputs, count):
-    network = model.network(model.input_shape, outputs)
-    program = backend("numpy").compile(network, model.loss, SGD(lr=0.1), count)
-    program.restore(model.initial_state(network, 0))
-    return program
 
 
 def outputs_of(module, images):
@@ -51,7 +41,9 @@ def test_a_step_is_the_modules_own_and_goes_back_into_it(name):
     images = RNG.standard_normal((6, *shape)).astype(np.float32)
     outputs = outputs_of(module, images).shape[1]
     labels = RNG.integers(0, outputs, 6)
-    program = program_of(model, outputs, 6)
+    network = model.network(model.input_shape, outputs)
+    program = backend("numpy").compile(network, model.loss, SGD(lr=0.1), 6)
+    program.restore(model.initial_state(network, 0))
     np.testing.assert_allclose(scores_of(program, images), outputs_of(module, images), rtol=0, atol=1e-5)
 
     own = copy.deepcopy(module).train()
@@ -94,8 +86,7 @@ class Branches(nn.Module):
     (nn.Conv2d(3, 4, 3), r"torch.export cannot trace the module on .*: "),
 )
 def test_what_no_layer_does_is_one_line_that_names_it(module, message):
-    with one_line(NetworkError, f"^from_torch: .*{message}"):
-        from_torch(nn.Sequential(module), (2, 4, 4))
+    raises(NetworkError, f"^from_torch: .*{message}", from_torch, nn.Sequential(module), (2, 4, 4))
 
 
 @pytest.mark.parametrize("operator", [torch.mul, torch.sub, torch.add])
@@ -108,16 +99,14 @@ def test_a_number_for_each_channel_is_refused_since_it_could_not_go_back(operato
         def forward(self, x):
             return operator(self.conv(x), self.gain).flatten(1)
 
-    with pytest.raises(NetworkError, match=r"from_torch: node .* arithmetic of branches or with a vector"):
-        from_torch(Scaled(), (2, 4, 4))
+    raises(NetworkError, r"node .* arithmetic of branches or with a vector", from_torch, Scaled(), (2, 4, 4))
 
 
 def test_another_data_set_and_another_module_are_refused():
     module = nn.Sequential(nn.Flatten(), nn.Dropout(0.25), nn.Linear(16, 3))
     model = from_torch(module, (1, 4, 4))
     assert Dropout(0.25) in model.layers
-    with pytest.raises(NetworkError, match=r"made for images of \(4, 4, 1\), the data set's are \(8, 8, 1\)"):
-        model.network((8, 8, 1), 3)
+    raises(NetworkError, r"made for images of \(4, 4, 1\), the data set's are \(8, 8, 1\)", model.network, (8, 8, 1), 3)
 
     trained = SimpleNamespace(network=model.network((4, 4, 1), 3), state={})
     with pytest.raises(NetworkError, match="to_torch: the module is of other layers than what was trained"):
@@ -126,5 +115,4 @@ def test_another_data_set_and_another_module_are_refused():
 
 def test_without_pytorch_one_line_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", None)
-    with pytest.raises(BackendUnavailable, match=r"from_torch: PyTorch cannot be imported .*'\.\[torch\]'"):
-        from_torch(object(), (1, 4, 4))
+    raises(BackendUnavailable, r"PyTorch cannot be imported .*'\.\[torch\]'", from_torch, object(), (1, 4, 4))

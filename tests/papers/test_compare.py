@@ -1,15 +1,23 @@
 """What a paper's page says of its jobs: measures, cells, and the table of them."""
 
 import pytest
-from papers.jobs import make_job
 from tables import each
 
 from cnnexp.papers import EXPERIMENTS, compare, page
 from cnnexp.papers.compare import Cell, Result
 from cnnexp.papers.experiment import Column, Experiment, Line
-from cnnexp.papers.measures import accuracy, epoch_s, limit, per_epoch, seconds_per_iteration
+from cnnexp.papers.measures import Job, accuracy, epoch_s, limit, per_epoch, seconds_per_iteration
 from cnnexp.papers.page import texts
 from cnnexp.tracking.events import LACKING
+
+
+def make_job(backend="numpy", images=100, timed=100, seconds=2.0, status="FINISHED", accuracy=0.5, **config) -> Job:
+    """Return the job of a sweep as its journal would tell it."""
+    config = {"backend.name": backend, "trainer.batch_size": 10, **config}
+    if status != "FINISHED":
+        return Job(config, status, "no GPU", {}, [], images)
+    epoch = {"epoch": 1, "time/epoch_s": seconds, "train/images": timed, "test/loss": 0.1}
+    return Job(config, status, None, {"final/test_accuracy": accuracy}, [epoch], images)
 
 
 def as_cells(experiment: Experiment, jobs) -> list[list[Cell]]:
@@ -28,10 +36,8 @@ def test_cells_have_mean_spread_and_ratio_and_speedups_are_against_the_same_colu
 
     lines = (Line("a", {"backend.name": "cpu-simd"}, against={"backend.name": "cpu"}),)
     columns = tuple(Column(str(n), {"model.filters": n}) for n in (1, 2))
-    jobs = [
-        make_job(name, seconds=s, **{"model.filters": n})
-        for n, name, s in ((1, "cpu", 6.0), (1, "cpu-simd", 2.0), (2, "cpu", 8.0), (2, "cpu-simd", 1.0))
-    ]
+    timed = (1, "cpu", 6.0), (1, "cpu-simd", 2.0), (2, "cpu", 8.0), (2, "cpu-simd", 1.0)
+    jobs = [make_job(name, seconds=s, **{"model.filters": n}) for n, name, s in timed]
     assert [cell.ours for cell in as_cells(Experiment("t", "s", "q", lines, columns), jobs)[0]] == [3.0, 8.0]
 
 
@@ -48,8 +54,7 @@ def test_amdahl_with_the_papers_inputs_and_an_epoch_cut_short_is_scaled():
     assert "gives 47.2; the paper prints 45.45" in EXPERIMENTS["khandait_amdahl"].notes[0]
 
     job = make_job(images=1000, timed=250, seconds=2.0)
-    assert epoch_s(job) == 8.0
-    assert seconds_per_iteration(job) == 0.08
+    assert (epoch_s(job), seconds_per_iteration(job)) == (8.0, 0.08)
     assert per_epoch(job, "time/epoch_s") == [8.0]  # what the figure draws
     assert per_epoch(job, "test/loss") == [0.1]
 

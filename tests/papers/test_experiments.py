@@ -88,11 +88,7 @@ def test_the_speedrun_stops_at_its_target_and_tells_the_seconds(run, tmp_path):
 
 
 def test_mnist_best_trains_on_augmented_images(run, tmp_path):
-    size = (
-        "dataset=synthetic",
-        *(f"dataset.{key}" for key in ("train_size=20", "test_size=5", "height=28", "width=28")),
-    )
-    few = ("trainer.epochs=1", "trainer.batch_size=10", "backend=numpy", f"hydra.run.dir={tmp_path}/run")
-    run("experiment=mnist_best", "tracking=none", *size, *few)
+    size = "dataset=synthetic", "dataset.train_size=20", "dataset.test_size=5", "dataset.height=28", "dataset.width=28"
+    run("experiment=mnist_best", "tracking=none", *size, "trainer.epochs=1", "trainer.batch_size=10", "backend=numpy")
     assert len(read_journal(tmp_path / "run")["epochs"]) == 1
     assert set(load(find(tmp_path / "run")).training["augment"]) == {"affine", "elastic"}

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from canvas import cut_off
-from papers.jobs import make_job
+from papers.test_compare import make_job
 
 from cnnexp.papers import EXPERIMENTS, figures
 from cnnexp.papers.compare import Cell, Result

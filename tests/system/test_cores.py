@@ -30,8 +30,7 @@ def test_a_thread_on_a_core_of_its_pool_moves_and_stays_free_to_go(system):
     pool = cores.Cores()
     pool.take(0)
     pool.take(1)
-    assert system["core"] == 1
-    assert system["bound"] == [{1, 2}, {0, 1, 2}]
+    assert (system["core"], system["bound"]) == (1, [{1, 2}, {0, 1, 2}])
     system["core"] = 1
     pool.take(2)
     assert system["core"] == 2

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
-from commands import ROOT, cnnexp
+from commands import ROOT, cnnexp, raises
 from tables import each
 
 import softgpu
@@ -32,12 +32,14 @@ class Mine(SGD):
     pass
 
 
-def test_a_registered_class_is_found_beside_ours():
+def test_a_registered_class_is_found_beside_ours_and_two_may_not_share_a_name():
     assert register("optimizer", "mine")(Mine) is Mine
     assert OPTIMIZERS["mine"] is OPTIMIZERS.find("mine", "optimizer.name") is Mine
     assert list(OPTIMIZERS)[-1] == "mine"
     assert len(OPTIMIZERS) == len(list(OPTIMIZERS))
     register("optimizer", "mine")(Mine)  # the same file, loaded again
+    for taken in (lambda: register("optimizer", "mine")(SGD), lambda: Registry("optimizer", {"mine": SGD})):
+        raises(ConfigError, r"'mine'\): the name is taken", taken)
 
 
 @each(
@@ -47,34 +49,20 @@ def test_a_registered_class_is_found_beside_ours():
     ("layer", "x", Mine, "must be called as its class, 'Mine'"),
 )
 def test_what_cannot_be_registered(group, name, cls, message):
-    with pytest.raises(ConfigError, match=message):
-        register(group, name)(cls)
+    raises(ConfigError, message, lambda: register(group, name)(cls))
 
 
-def test_two_plugins_may_not_share_a_name_and_an_unknown_one_says_what_is_legal():
-    register("backend", "x")(Mine)
-    for taken in (lambda: register("backend", "x")(SGD), lambda: Registry("backend", {"x": SGD})):
-        with pytest.raises(ConfigError, match=r"'x'\): the name is taken"):
-            taken()
-
+def test_an_unknown_name_says_what_is_legal():
     said = r"backend.name='cpu-smd': unknown; legal: python, .*; did you mean 'cpu-simd'"
-    with pytest.raises(ConfigError, match=said):
-        BACKENDS.find("cpu-smd", "backend.name")
-    with pytest.raises(ConfigError, match=r"backend\.name=null: unknown"):
-        BACKENDS.find(None, "backend.name")
-
-
-def documented(folder):
-    """Write the plugins of the page into a folder; return their files."""
-    texts = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "plugins.md").read_text(encoding="utf-8"), re.DOTALL)
-    found = [folder / text.partition("\n")[0].removeprefix("# ") for text in texts]
-    for file, text in zip(found, texts, strict=True):
-        file.write_text(text, encoding="utf-8")
-    return found
+    raises(ConfigError, said, BACKENDS.find, "cpu-smd", "backend.name")
+    raises(ConfigError, r"backend\.name=null: unknown", BACKENDS.find, None, "backend.name")
 
 
 def test_the_documented_plugin_does_what_it_says(tmp_path):
-    file, layer, structural = documented(tmp_path)
+    texts = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "plugins.md").read_text(encoding="utf-8"), re.DOTALL)
+    file, layer, structural = (tmp_path / text.partition("\n")[0].removeprefix("# ") for text in texts)
+    for plugin, text in zip((file, layer, structural), texts, strict=True):
+        plugin.write_text(text, encoding="utf-8")
     registry.take_plugins([f"plugins={layer}"])
     assert registry.files("layer") == {"Swish": str(layer)}
     check_layer(LAYERS["Swish"](1.5))
@@ -100,10 +88,8 @@ def test_own_fields_of_a_plugin_need_no_range_of_ours():
         kind: str = "slow"
 
     assert (Shifted().shift, Shifted(shift=5).shift, Slow().beta) == (-2, 5, -3.0)
-    with pytest.raises(ConfigError, match=r"model\.shift=-3: must be a whole number >= -2"):
-        Shifted(shift=-3)
-    with pytest.raises(ConfigError, match=r"optimizer\.lr=-1: must be > 0"):
-        Slow(lr=-1)
+    raises(ConfigError, r"model\.shift=-3: must be a whole number >= -2", Shifted, shift=-3)
+    raises(ConfigError, r"optimizer\.lr=-1: must be > 0", Slow, lr=-1)
 
 
 @pytest.mark.thorough
@@ -139,10 +125,8 @@ def test_workers_and_a_stored_model_know_the_plugin_too(monkeypatch, capsys, tmp
     monkeypatch.setattr(sys, "argv", ["cnnexp", "predict", f"{tmp_path}/run", "dataset=digits"])
     with pytest.raises(SystemExit):
         cli.main()
-    assert capsys.readouterr().err == (
-        f"cnnexp: error: layer Swish: of a plugin that is not loaded; add plugins={OUTSIDE}, or set "
-        f"CNNEXP_PLUGINS={OUTSIDE}\n"
-    )
+    said = f"layer Swish: of a plugin that is not loaded; add plugins={OUTSIDE}, or set CNNEXP_PLUGINS={OUTSIDE}"
+    assert capsys.readouterr().err == f"cnnexp: error: {said}\n"
     sys.argv[1:] = ["predict", f"{tmp_path}/run", "dataset=stripes", f"plugins={OUTSIDE}"]
     cli.main()
     assert "test accuracy " in capsys.readouterr().out
@@ -155,7 +139,6 @@ def test_an_installed_package_offers_its_plugin_by_an_entry_point(run, tmp_path,
     (about / "entry_points.txt").write_text("[cnnexp_plugins]\noutside = outside\n")
     (tmp_path / "site" / "outside.py").write_text(OUTSIDE.read_text(encoding="utf-8"), encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path / "site")
-    monkeypatch.delitem(sys.modules, "outside", raising=False)
     code, out, err = run("--cfg", "job", "optimizer=sign")
     assert (code, err) == (0, "")
     assert "name: sign\n" in out

@@ -1,5 +1,5 @@
 import signal
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -25,13 +25,10 @@ def test_a_signal_waits_for_the_end_of_the_block_and_who_asks_twice_does_not(sig
 def test_an_error_of_the_block_is_told_and_other_threads_may_use_it():
     with pytest.raises(ValueError, match="mine"), held():
         raise ValueError("mine")
-    done = []
 
     def work():
         with held():
-            done.append(1)
+            return 1
 
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    assert done == [1]
+    with ThreadPoolExecutor() as pool:
+        assert pool.submit(work).result() == 1

@@ -44,6 +44,5 @@ def test_a_table_fits_the_screen_and_breaks_no_word(columns):
     lines = out.getvalue().splitlines()
     assert max(map(len, lines)) <= 80
     words = " ".join(lines).split()
-    assert words.count("0.000123") == count
-    assert words.count("machine") == 2 * count
+    assert (words.count("0.000123"), words.count("machine")) == (count, 2 * count)
     assert words.count("unrolled-parallel") == 2

@@ -12,15 +12,14 @@ from unittest.mock import MagicMock
 
 import pytest
 from chromium import CHROMIUM, Browser
-from commands import serving, wait_for
+from commands import mlflow_warns, raises, serving, wait_for
 
 from cnnexp.errors import BackendUnavailable, ConfigError
 from cnnexp.tracking import address, browser, view
 from cnnexp.tracking import store as stores
 from cnnexp.tracking.events import EXAMPLE, MODEL
 
-# MLflow and what it imports warn of each other; the recorder's process silences them
-pytestmark = pytest.mark.filterwarnings("default")
+pytestmark = mlflow_warns
 
 
 @pytest.fixture(scope="module")
@@ -33,11 +32,8 @@ def test_ui_shows_the_store_to_this_machine_alone_and_a_server_is_its_own_page(s
     monkeypatch.setattr(browser.os, "execve", lambda path, command, environ: commands.append(command))
     browser.command([f"tracking.uri={store._uri}", "port=5123"])
     assert view.address("sqlite", "1", port=5123).partition("#")[0] in capsys.readouterr().out
-    assert commands[0][3:] == [
-        *("ui", "--backend-store-uri", store._uri),
-        *("--default-artifact-root", address.artifact_location(store._uri)),
-        *("--host", view.HOST, "--port", "5123", "--workers", "1"),
-    ]
+    stored = ("--backend-store-uri", store._uri, "--default-artifact-root", address.artifact_location(store._uri))
+    assert commands[0][3:] == ["ui", *stored, "--host", view.HOST, "--port", "5123", "--workers", "1"]
 
     browser.command(["tracking.uri=http://host:5000"])
     assert capsys.readouterr().out.endswith("http://host:5000\n")
@@ -45,8 +41,7 @@ def test_ui_shows_the_store_to_this_machine_alone_and_a_server_is_its_own_page(s
 
 @pytest.mark.parametrize("argument", ["prot=1", "port=x", "port"])
 def test_ui_refuses_what_it_does_not_know(argument):
-    with pytest.raises(ConfigError, match=r"legal: tracking\.uri=STORE, port=NUMBER"):
-        browser.command([argument])
+    raises(ConfigError, r"legal: tracking\.uri=STORE, port=NUMBER", browser.command, [argument])
 
 
 def test_without_mlflows_pages_one_line_says_what_installs_them(store, monkeypatch):
@@ -60,10 +55,9 @@ def test_free_port_skips_a_taken_one_and_the_last_experiment_is_of_the_newest_ru
         first = taken.getsockname()[1]
         assert browser.free_port(first) > first
 
-    assert browser.last_experiment(f"sqlite:///{tmp_path}/none.db") == (None, False)
-    assert browser.last_experiment("http://host") == (None, False)
     (tmp_path / "other.db").write_bytes(b"not a database " * 100)
-    assert browser.last_experiment(f"sqlite:///{tmp_path}/other.db") == (None, False)
+    for uri in (f"sqlite:///{tmp_path}/none.db", "http://host", f"sqlite:///{tmp_path}/other.db"):
+        assert browser.last_experiment(uri) == (None, False)
     later = stores.Store(store._uri, "later")
     store.begin("first", {}, {})
     time.sleep(0.002)  # MLflow's times are milliseconds
@@ -93,22 +87,14 @@ def test_a_page_is_opened_where_there_is_a_screen_once_it_is_served(monkeypatch)
 def test_a_page_is_served_where_mlflow_opens_no_pane_of_its_assistant(monkeypatch):
     monkeypatch.setattr(view.sys, "platform", "linux")
     assert view.host({"TERM": "xterm"}) == "127.0.0.1"  # tunnels end there
-    if can_bind("::1"):
+    with contextlib.suppress(OSError):  # where the system has such addresses
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
         assert view.host({"DISPLAY": ":0"}) == "::1"
     monkeypatch.setattr(view, "HOST", "::1")
     assert view.address("sqlite", "7").startswith("http://[::1]:5000/#/experiments/7/")
     monkeypatch.setattr(view.socket.socket, "bind", MagicMock(side_effect=OSError))
     assert view.host({"DISPLAY": ":0"}) == "127.0.0.1"
 
-
-def can_bind(host):
-    with contextlib.suppress(OSError), socket.socket(socket.AF_INET6) as probe:
-        probe.bind((host, 0))
-        return True
-    return False
-
-
-# in a browser
 
 MLFLOW_S = 300.0  # that its server may take to start beside other work
 ATTEMPTS_S = (60.0, 120.0, 240.0)  # of a page: on a busy machine one of its parts may not come, and it waits for ever
@@ -131,9 +117,8 @@ def page(tmp_path_factory, new_store):
         for epoch in (1, 2):
             recorded._send(run_id, stores._metrics({"test/accuracy": accuracy, "train/loss": 1 / epoch}, epoch, epoch))
         times = {"time/median_epoch_s": epoch_s, "throughput/median_images_per_s": 300 / epoch_s}
-        recorded._send(
-            run_id, stores._metrics({"speedup/median": speedup, "final/test_accuracy": accuracy, **times}, 0, 3)
-        )
+        found = {"speedup/median": speedup, "final/test_accuracy": accuracy, **times}
+        recorded._send(run_id, stores._metrics(found, 0, 3))
         (folder / backend / MODEL).mkdir(parents=True)
         (folder / backend / MODEL / EXAMPLE).write_text("[[[[0]]]]")
         (folder / backend / "a.ckpt").write_bytes(b"a model")

@@ -3,6 +3,7 @@ import itertools
 import numpy as np
 from canvas import cut_off
 from matplotlib.text import Text
+from measuring.test_explanation import layer
 from PIL import Image
 from results import DATASET, LABELS, SCORES, epoch_result
 from tables import each
@@ -16,7 +17,6 @@ ROWS = [
     {"backend": backend, "model.filters": filters, "time/median_epoch_s": seconds}
     for backend, filters, seconds in [("cpu", "64", 4.0), ("cpu", "32", 2.0), ("cpu-parallel", "32", 1.0)]
 ]
-SPEEDUP = {"speedup/median": 2.0}
 LONG = "cpu-simd conv3 with-a-name-nobody-would-type mnist " + "root=/a/long/path/to/where/images/are/kept/" * 3
 LONG_NAMES = ["WWWWWWWWWW" * 5, "a class of many words, all of them needed to say what it is", "i" * 80, "$x$ and $y"]
 LIMITS = {"gflops": 100.0, "gb_per_s": 10.0, "l3_gb_per_s": 30.0, "l2_gb_per_s": 50.0, "l1_gb_per_s": 99.0}
@@ -48,9 +48,8 @@ def test_augmented_images_stand_four_in_a_row(tmp_path):
 
 
 def test_learning_shows_each_split_and_epoch_time_the_baseline_where_it_was_measured():
-    figure = figures.learning(
-        epochs(epoch_result(1, correct=1, validation=2), epoch_result(2, correct=3, validation=4))
-    )
+    results = epoch_result(1, correct=1, validation=2), epoch_result(2, correct=3, validation=4)
+    figure = figures.learning(epochs(*results))
     losses, accuracies = map(lines, figure.axes)
     assert losses["train"] == [[1, 2], [1.0, 0.5]]
     assert accuracies["test"] == [[1, 2], [0.25, 0.75]]
@@ -59,8 +58,7 @@ def test_learning_shows_each_split_and_epoch_time_the_baseline_where_it_was_meas
 
     figure = figures.epoch_time(epochs(epoch_result(1), epoch_result(2)), [None, 1.5])
     run, baseline = lines(figure.axes[0]).values()
-    assert run == [[1, 2], [0.5, 0.5]]
-    assert baseline == [[2], [1.5]]
+    assert (run, baseline) == ([[1, 2], [0.5, 0.5]], [[2], [1.5]])
     assert len(lines(figures.epoch_time(epochs(epoch_result(1)), [None]).axes[0])) == 1
 
 
@@ -89,7 +87,7 @@ def test_comparison_draws_a_line_per_choice_over_a_number_and_else_bars():
 
 @each(
     (ROWS[:2], ["epoch_time.png"]),
-    ([ROWS[0], {**ROWS[1], **SPEEDUP}], ["epoch_time.png", "speedup.png"]),
+    ([ROWS[0], {**ROWS[1], "speedup/median": 2.0}], ["epoch_time.png", "speedup.png"]),
     ([], []),
     ids=["no speedup", "a speedup", "failures alone"],
 )
@@ -103,11 +101,7 @@ PROFILE = {
     **{"accounted": 0.9876, "layered": True, "machine": LIMITS},
     "entries": [{"what": "update", "layer": name, "seconds": 400.0} for name in LONG_NAMES],
     "layers": [
-        {
-            **{"layers": [f"residual{i}.conv1", f"residual{i}.batchnorm2d1"], "pass": what},
-            **{"seconds": 0.1 + i, "multiply_adds": 1e9, "flops": 1e12 * (i + 1), "bytes": 1e11, "at_once": ""},
-            "fewer": "",
-        }
+        layer(f"residual{i}.conv1 residual{i}.batchnorm2d1", what, 0.1 + i, 1e9, 1e12 * (i + 1), 1e11)
         for i in range(6)
         for what in ("forward", "backward")
     ],

@@ -6,21 +6,19 @@ import os
 from unittest.mock import MagicMock
 
 import pytest
+from commands import raises
 from tables import each
 
 from cnnexp.errors import ConfigError
 from cnnexp.tracking import folder, liveness
 from cnnexp.tracking.folder import HELD, LOCK, RunLock, is_locked
 
-NO_LOCKS = MagicMock(side_effect=OSError(errno.ENOLCK, os.strerror(errno.ENOLCK)))
 GONE = str(1 << 30)  # no process has such an id
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def without_locks(monkeypatch):
-    """Make it a file system that has no locks."""
-
-    monkeypatch.setattr(fcntl, "flock", NO_LOCKS)
+    monkeypatch.setattr(fcntl, "flock", MagicMock(side_effect=OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))))
     monkeypatch.setattr(folder, "INSTANT_S", 0.01)
 
 
@@ -30,19 +28,16 @@ def hold(place, **other):
     (place / HELD).write_text(json.dumps({"holder": "process", **liveness.describe(os.getpid()), **other}))
 
 
-@pytest.mark.usefixtures("without_locks")
 def test_where_there_are_no_locks_a_file_is_one(tmp_path):
     claim = RunLock(tmp_path)
     assert is_locked(tmp_path)
-    with pytest.raises(ConfigError, match=f"process {os.getpid()} on .*runs in it now; .*or delete .*{HELD} if"):
-        RunLock(tmp_path)
+    raises(ConfigError, f"process {os.getpid()} on .*runs in it now; .*or delete .*{HELD} if", RunLock, tmp_path)
     claim.release()
     claim.release()
     assert not is_locked(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == [LOCK]
 
 
-@pytest.mark.usefixtures("without_locks")
 @each(
     ({}, False),
     ({liveness.PID: GONE}, True),
@@ -59,20 +54,16 @@ def test_a_file_whose_process_is_gone_locks_nobody_out(tmp_path, other, stale):
         RunLock(tmp_path).release()
         assert [path.name for path in tmp_path.iterdir()] == [LOCK]
     else:
-        with pytest.raises(ConfigError, match="runs in it now"):
-            RunLock(tmp_path)
+        raises(ConfigError, "runs in it now", RunLock, tmp_path)
 
 
-@pytest.mark.usefixtures("without_locks")
 @pytest.mark.parametrize("content", [b"", b"\xff\x00", b"[]", b'{"machine.pid": {}}', b"[" * 3000])
 def test_a_file_that_names_nobody_locks_out_and_says_which_it_is(tmp_path, content):
     (tmp_path / HELD).write_bytes(content)
-    with pytest.raises(ConfigError, match=f"another process runs in it now; .*delete .*{HELD}|process {{}} on"):
-        RunLock(tmp_path)
+    raises(ConfigError, f"another process runs in it now; .*delete .*{HELD}|process {{}} on", RunLock, tmp_path)
 
 
 def compete(place, ready, taken):
-    fcntl.flock = NO_LOCKS
     folder.INSTANT_S = 0.0
     ready.wait()
     try:

@@ -1,6 +1,5 @@
 import contextlib
 import errno
-import json
 import os
 import signal
 import sqlite3
@@ -11,7 +10,7 @@ from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
-from commands import wait_for
+from commands import mlflow_warns, raises, wait_for
 from results import CONFIG, DATASET, NETWORK, Backend, epoch_result, train
 from tables import each
 from tracking.test_store import history, read
@@ -24,8 +23,7 @@ from cnnexp.tracking.journal import Run
 from cnnexp.tracking.metrics import default_name, flatten, predicted_classes
 from cnnexp.tracking.pipe import NoAnswerYet, Recorder
 
-# MLflow and what it imports warn of each other; the recorder's process silences them
-pytestmark = pytest.mark.filterwarnings("default")
+pytestmark = mlflow_warns
 PATH = "dataset.root=/a/very/long/path/to/photos"
 CHANGED = ["model.filters=8", "model=one_conv", "tracking.uri=sqlite:///x", "trainer.seed=1", "~trainer.lr"]
 LAYERS = "model.layers=[{type: Flatten}, {type: Linear, features: 10}]"
@@ -51,11 +49,7 @@ def live(uri):
     recorder.close()
 
 
-class Undrawn(Run):
-    """A run without figures, which take longer than all else of it."""
-
-    def _draw(self):
-        pass
+Undrawn = type("Undrawn", (Run,), {"_draw": lambda run: None})  # its figures take longer than all else of a run
 
 
 def record(folder, recorder, results, error=None, config=CONFIG, **options):
@@ -72,11 +66,6 @@ def interrupted(folder, recorder, *epochs):
     with pytest.raises(KeyboardInterrupt):
         record(folder, recorder, map(epoch_result, epochs), KeyboardInterrupt())
     return read_journal(folder)["run_id"]
-
-
-def kill(recorder):
-    recorder._process.kill()
-    recorder._process.wait()
 
 
 @contextlib.contextmanager
@@ -100,8 +89,7 @@ def test_run_records_everything(live, store, tmp_path):
         run.add_artifact(tmp_path / "never made")
 
     recorded = read(store, run.id)
-    assert recorded.info.status == "FINISHED"
-    assert recorded.info.run_name == "filters=4 numpy one_conv points"
+    assert (recorded.info.status, recorded.info.run_name) == ("FINISHED", "filters=4 numpy one_conv points")
     machine = {key for key in recorded.data.metrics if key.startswith("system/")}
     assert "system/cpu_utilization_percentage" in machine
     assert {key: value for key, value in recorded.data.metrics.items() if key not in machine} == pytest.approx(
@@ -161,6 +149,8 @@ def test_contended_run_claims_no_speedup(live, store, tmp_path):
 
 def test_finished_config_is_skipped_unless_the_store_is_silent(live, tmp_path, monkeypatch):
     config = {**CONFIG, "trainer": {"seed": 77}}
+    with pytest.raises(ValueError, match="failed"):
+        record(tmp_path / "0", live, [epoch_result(1)], ValueError("failed"), config)
     with Undrawn(tmp_path / "1", config, (), live) as first:
         assert not first.skip_if_finished()
         train(first, [epoch_result(1)])
@@ -168,8 +158,7 @@ def test_finished_config_is_skipped_unless_the_store_is_silent(live, tmp_path, m
     with Run(tmp_path / "2", elsewhere, (), live) as second:
         assert second.skip_if_finished()
     journal = read_journal(tmp_path / "2")
-    assert journal["status"] == "SKIPPED"
-    assert journal["metrics"]["final/test_accuracy"] == 0.5
+    assert (journal["status"], journal["metrics"]["final/test_accuracy"]) == ("SKIPPED", 0.5)
 
     monkeypatch.setattr(live, "call", MagicMock(side_effect=NoAnswerYet("nothing yet")))
     with Run(tmp_path / "3", config, (), live) as third:
@@ -185,8 +174,7 @@ def test_without_a_recorder_the_journal_tells_all_and_best_goes_by_the_validatio
     run.__exit__(None, None, None)
     journal = read_journal(tmp_path)
     assert (journal["status"], journal["error"], journal["overrides"]) == ("FINISHED", None, ["model.filters=4"])
-    assert [epoch["epoch"] for epoch in journal["epochs"]] == [1, 2]
-    assert journal["epochs"][1]["train/loss"] == 0.5
+    assert [(epoch["epoch"], epoch["train/loss"]) for epoch in journal["epochs"]] == [(1, 1.0), (2, 0.5)]
     assert journal["metrics"]["time/median_epoch_s"] == 0.5
     assert (run.metrics["best/test_accuracy"], run.metrics["final/test_accuracy"]) == (0.25, 0.75)
 
@@ -195,7 +183,8 @@ def test_another_recorder_takes_over_from_a_dead_one(live, store, tmp_path):
     with Run(tmp_path, CONFIG, (), live) as run:
         run.begin(DATASET, NETWORK, Backend())
         run.finished(epoch_result(1))
-        kill(live)
+        live._process.kill()
+        live._process.wait()
         for epoch in (2, 3, 4):
             run.finished(epoch_result(epoch))
     recorded = read(store, run.id)
@@ -212,8 +201,7 @@ def test_a_recorder_that_cannot_be_started_is_told_in_a_line(uri, monkeypatch):
     refused = BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
     monkeypatch.setattr(pipe, "_start_process", MagicMock(side_effect=refused))
     pipe.start_early()
-    with pytest.raises(TrackingError, match="process cannot be started: resource temporarily unavailable; tracking=no"):
-        Recorder(uri, "runs")
+    raises(TrackingError, "cannot be started: resource temporarily unavailable; tracking=no", Recorder, uri, "runs")
 
 
 def test_a_recorder_that_computes_is_waited_for_longer(uri, monkeypatch):
@@ -258,7 +246,7 @@ def test_a_run_never_waits_for_a_store_that_stands_still_and_it_has_all_then(liv
     assert [step for step, _ in history(store, run_id)] == list(range(1, 31))
 
 
-def test_an_epoch_is_recorded_before_the_next_is_timed(live, store, tmp_path, monkeypatch):
+def test_an_epoch_is_recorded_before_the_next_is_timed_or_found_by_the_recorder(live, store, tmp_path, monkeypatch):
     monkeypatch.setattr(pipe, "FLUSH_S", 60.0)
     monkeypatch.setattr(live, "_slow", False)
     with Undrawn(tmp_path, CONFIG, (), live) as run:
@@ -267,6 +255,9 @@ def test_an_epoch_is_recorded_before_the_next_is_timed(live, store, tmp_path, mo
         run.finished(epoch_result(1))
         assert not live._slow
         assert len(history(store, run_id)) == 1
+        monkeypatch.setattr(live, "follow", lambda folder: live._look)  # it is not asked for the next
+        run.finished(epoch_result(2))
+        wait_for(lambda: history(store, run_id) == [(1, 1.0), (2, 0.5)])
 
 
 # MLflow's client waits for 20 s
@@ -284,19 +275,8 @@ def test_a_store_that_is_locked_at_the_start_has_all_later(new_store, tmp_path, 
     run.__exit__(None, None, None)
     recorder.close()
     store = stores.Store(uri, "runs")
-    assert read(store, run.id).info.status == "FINISHED"
-    assert history(store, run.id) == [(1, 1.0), (2, 0.5), (3, 1 / 3)]
+    assert (read(store, run.id).info.status, history(store, run.id)) == ("FINISHED", [(1, 1.0), (2, 0.5), (3, 1 / 3)])
     assert read_journal(tmp_path / "run")["stored"]
-
-
-def test_a_recorder_finds_by_itself_what_it_is_not_asked_for(live, store, tmp_path, monkeypatch):
-    with Undrawn(tmp_path, CONFIG, (), live) as run:
-        train(run, [])
-        run_id = live._look.result(100)
-        monkeypatch.setattr(live, "follow", lambda folder: live._look)
-        run.finished(epoch_result(1))
-        wait_for(lambda: history(store, run_id))
-        assert history(store, run_id) == [(1, 1.0)]
 
 
 @pytest.mark.parametrize("where", ["the same folder", "another folder"])
@@ -356,8 +336,7 @@ def test_a_run_of_another_config_gets_a_record_of_its_own(live, store, tmp_path)
 def test_a_store_that_cannot_be_made_stops_no_training_that_began_and_hides_no_error(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     hopeless = Recorder(f"sqlite:///{tmp_path}/file/mlflow.db", "runs")
-    with pytest.raises(TrackingError, match=r"tracking\.uri=.*cannot be opened"):
-        record(tmp_path / "1", hopeless, [epoch_result(1)])
+    raises(TrackingError, r"tracking\.uri=.*cannot be opened", record, tmp_path / "1", hopeless, [epoch_result(1)])
     assert read_journal(tmp_path / "1")["epochs"] == []
 
     monkeypatch.setattr(hopeless, "check", lambda: None)
@@ -419,14 +398,14 @@ def test_recorders_that_die_at_once_lose_no_epoch_and_it_is_said_how_to_send_the
     def results():
         yield epoch_result(1)
         begun.append(live._look.result(100))
-        kill(live)
+        live._process.kill()
+        live._process.wait()
         yield from map(epoch_result, range(2, 9))
 
     monkeypatch.setattr(pipe, "_start_process", start_dead)
     monkeypatch.setattr(live, "_deaths", 0)
     said = f"recorder process has died; all 8 epochs are in {tmp_path}.* sync {tmp_path}"
-    with pytest.raises(TrackingError, match=said):
-        record(tmp_path, live, results())
+    raises(TrackingError, said, record, tmp_path, live, results())
     assert len(read_journal(tmp_path)["epochs"]) == 8
     (run_id,) = begun
     assert read(store, run_id).info.status == "RUNNING"
@@ -437,13 +416,9 @@ def test_recorders_that_die_at_once_lose_no_epoch_and_it_is_said_how_to_send_the
 
 
 def test_flatten_gives_dotted_keys_and_one_output_has_two_classes():
-    config = {"model": {"name": "custom", "layers": [{"type": "ReLU"}]}, "trainer": {"patience": None, "lr": 0.1}}
-    assert flatten(config) == {
-        "model.name": "custom",
-        "model.layers": json.dumps([{"type": "ReLU"}]),
-        "trainer.patience": "null",
-        "trainer.lr": "0.1",
-    }
+    config = {"model": {"name": "own", "layers": [{"type": "ReLU"}]}, "trainer": {"patience": None, "lr": 0.1}}
+    flat = {"model.name": "own", "model.layers": '[{"type": "ReLU"}]', "trainer.patience": "null", "trainer.lr": "0.1"}
+    assert flatten(config) == flat
     assert predicted_classes(np.array([[0.2], [0.5]], np.float32)).tolist() == [0, 1]
 
 

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from unittest.mock import MagicMock
 
 import pytest
+from commands import mlflow_warns, raises
 from tables import each
 
 from cnnexp.errors import ConfigError, TrackingError
@@ -17,8 +18,7 @@ from cnnexp.tracking import store as stores
 from cnnexp.tracking.events import FOLDER, JOURNAL, note
 from cnnexp.tracking.pipe import Recorder
 
-# MLflow and what it imports warn of each other; the recorder's process silences them
-pytestmark = pytest.mark.filterwarnings("default")
+pytestmark = mlflow_warns
 
 
 @pytest.fixture(scope="module")
@@ -28,10 +28,6 @@ def store(tmp_path_factory, new_store):
     folder.mkdir()
     new_store(folder)
     return stores.Store(address.sqlite_uri(folder / "mlflow.db"), "first")
-
-
-def begin(store, name="a run", **tags):
-    return store.begin(name, {"model.filters": "4"}, tags)
 
 
 def read(store, run_id):
@@ -60,15 +56,7 @@ def test_addresses_are_made_absolute_and_the_default_one_depends_on_no_working_f
 )
 def test_what_is_no_address_is_a_config_error(said, uris):
     for uri in uris:
-        with pytest.raises(ConfigError, match=rf"^tracking\.uri=.*: {said}") as error:
-            address.store_uri(uri)
-        assert "pw" not in str(error.value)
-
-
-def test_runs_go_to_their_experiment(store):
-    for opened, name in ((store, "first"), (stores.Store(store._uri, "second"), "second")):
-        found = read(opened, begin(opened)).info.experiment_id
-        assert store._client.get_experiment(found).name == name
+        assert "pw" not in str(raises(ConfigError, rf"^tracking\.uri=.*: {said}", address.store_uri, uri))
 
 
 def write(folder, *events):
@@ -122,14 +110,15 @@ def test_a_journal_is_followed_as_it_grows(store, tmp_path):
     assert folder not in store._followed
 
 
-def test_an_outage_loses_no_metric_and_doubles_none(store, tmp_path, monkeypatch):
+def test_an_outage_loses_no_metric_and_doubles_none_and_says_which_store(store, tmp_path, monkeypatch):
     write(tmp_path, begun(tmp_path, "outage"))
     run_id = store.follow(str(tmp_path))
     write(tmp_path, epoch(1), epoch(2))
     with monkeypatch.context() as outage:
         outage.setattr(store._client, "log_batch", MagicMock(side_effect=ConnectionError("down")))
-        with pytest.raises(TrackingError, match="cannot be written: down"):
-            store.follow(str(tmp_path))
+        raises(TrackingError, "cannot be written: down", store.follow, str(tmp_path))
+        outage.setattr(store._client, "set_terminated", MagicMock(side_effect=ConnectionError("gone\nx")))
+        raises(TrackingError, r"^tracking.uri=sqlite.*: stopped answering: gone$", store.finish, run_id, "FINISHED", {})
     write(tmp_path, epoch(3))
     store.follow(str(tmp_path), now=False)
     assert history(store, run_id) == []  # kept: it is not asked again at once
@@ -147,50 +136,27 @@ def test_epochs_of_an_earlier_record_in_a_journal_are_not_sent_again(store, tmp_
     assert history(store, run_id) == [(1, 1.0)]
 
 
-def test_outage_at_the_end_names_the_store(store, monkeypatch):
-    run_id = begin(store)
-    monkeypatch.setattr(store._client, "set_terminated", MagicMock(side_effect=ConnectionError("gone\nx")))
-    with pytest.raises(TrackingError, match=r"^tracking.uri=sqlite.*: stopped answering: gone$"):
-        store.finish(run_id, "FINISHED", {})
-
-
 def test_a_locked_database_is_asked_again_while_its_run_lives(monkeypatch):
     monkeypatch.setattr(stores, "LOCKED_S", 0.0)
-    found = iter([sqlite3.OperationalError(stores.LOCKED)] * 5 + ["done"] + [sqlite3.OperationalError(stores.LOCKED)])
-
-    def call():
-        if isinstance(answer := next(found), str):
-            return answer
-        raise answer
-
+    locked = sqlite3.OperationalError(stores.LOCKED)
+    call = MagicMock(side_effect=[*[locked] * 5, "done", locked])
     assert stores._retry(os.getpid(), call) == "done"
-    with pytest.raises(sqlite3.OperationalError, match="locked"):
-        stores._retry(-1, call)
-
-
-def test_finished_finds_only_finished_runs_of_the_config(store):
-    for status in ("FAILED", "FINISHED"):
-        run_id = begin(store, config_hash=f"hash of {status}")
-        store._send(run_id, stores._metrics({"final/test_accuracy": 0.9}, 1, 1))
-        store.finish(run_id, status, {})
-    assert store.finished("hash of FINISHED") == {"final/test_accuracy": 0.9}
-    assert store.finished("hash of FAILED") is None
+    raises(sqlite3.OperationalError, "locked", stores._retry, -1, call)
 
 
 def test_a_killed_machine_leaves_no_run_running(store):
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
-    stale, live = begin(store), begin(store)
+    stale, live = (store.begin("a run", {}, {}) for _ in range(2))
     store._client.set_tag(stale, "machine.pid", str(gone.pid))
     for name, value in liveness.describe(os.getpid()).items():
         store._client.set_tag(live, name, value)
     stores.Store(store._uri, "first")
-    assert read(store, stale).info.status == "KILLED"
-    assert read(store, live).info.status == "RUNNING"
+    assert (read(store, stale).info.status, read(store, live).info.status) == ("KILLED", "RUNNING")
 
 
 def test_a_heartbeat_is_of_the_run_and_its_sweep(store, monkeypatch):
-    parent = begin(store)
+    parent = store.begin("parent", {}, {})
     child = store.begin("child", {}, {}, parent=parent)
     for run_id in (parent, child):
         store._client.set_tag(run_id, liveness.HEARTBEAT, "1")
@@ -203,8 +169,7 @@ def test_a_heartbeat_is_of_the_run_and_its_sweep(store, monkeypatch):
 
 def test_a_journal_that_is_not_as_we_write_it_is_one_line(store, tmp_path):
     write(tmp_path, ("begin", {"key": "abc", "name": 1}), ("epoch", {"epoch": 1, "metrics": {"a": "x"}}))
-    with pytest.raises(TrackingError, match=r"^tracking\.uri=sqlite.*: cannot be written: "):
-        store.sync(str(tmp_path))
+    raises(TrackingError, r"^tracking\.uri=sqlite.*: cannot be written: ", store.sync, str(tmp_path))
     (tmp_path / "nothing").mkdir()
     assert store.sync(str(tmp_path / "nothing")) is None
 
@@ -215,8 +180,7 @@ def test_a_server_that_is_gone_at_the_end_is_no_traceback(store, tmp_path, monke
     said = "API request failed: Max retries exceeded (Caused by ReadTimeoutError('timed out'))"
     with monkeypatch.context() as down:
         down.setattr(store._client, "search_runs", MagicMock(side_effect=ConnectionError(said)))
-        with pytest.raises(TrackingError, match=r": cannot be read: ReadTimeoutError\('timed out'\)$"):
-            store.finished("any")
+        raises(TrackingError, r": cannot be read: ReadTimeoutError\('timed out'\)$", store.finished, "any")
         store.close()
     assert read(store, run_id).info.status == "RUNNING"
     store.sync(str(tmp_path))
@@ -230,16 +194,17 @@ def test_deleted_experiment_says_how_to_restore_it(store):
         stores.Store(store._uri, "gone")
 
 
-@pytest.fixture
-def no_client(monkeypatch):
-    """Have MLflow's client fail: its own attempts at what cannot be opened go on for minutes."""
+def test_what_cannot_be_opened_is_told_at_once(tmp_path, monkeypatch):
+    # its client's own attempts at it go on for minutes
     monkeypatch.setattr("mlflow.tracking.MlflowClient", lambda **uris: pytest.fail("MLflow was asked"))
-
-
-@pytest.mark.usefixtures("no_client")
-def test_unreachable_server_is_told_at_once():
-    with pytest.raises(TrackingError, match=r"^tracking.uri=http://\*\*\*@127.0.0.1:9: cannot be opened: .*refused"):
-        stores.Store("http://me:secret@127.0.0.1:9", "first")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").write_bytes(b"not a database " * 100)
+    for uri, said in (
+        ("http://me:secret@127.0.0.1:9", r"=http://\*\*\*@127\.0\.0\.1:9: cannot be opened: .*refused"),
+        (f"sqlite:///{tmp_path}/folder", "folder: cannot be opened: unable to open database"),
+        (f"sqlite:///{tmp_path}/file", "file: cannot be opened: file is not a database"),
+    ):
+        raises(TrackingError, rf"^tracking\.uri.*{said}", stores.Store, uri, "first")
 
 
 def test_a_store_is_made_whole_or_not_at_all(tmp_path, monkeypatch):
@@ -248,22 +213,12 @@ def test_a_store_is_made_whole_or_not_at_all(tmp_path, monkeypatch):
         made = SimpleNamespace(search_experiments=lambda **_: None)
         killed.setattr("mlflow.tracking.MlflowClient", lambda *_: made)
         killed.setattr(os, "replace", MagicMock(side_effect=OSError(28, "No space left on device")))
-        with pytest.raises(TrackingError, match=r"cannot be opened: .*No space left on device"):
-            stores.Store(uri, "first")
+        raises(TrackingError, r"cannot be opened: .*No space left on device", stores.Store, uri, "first")
     assert not (tmp_path / "mlflow.db").exists()
     (tmp_path / "mlflow.db.0123abcd.new").write_bytes(b"half of it")
     (tmp_path / "mlflow.db").write_bytes(b"")
     stores.Store(uri, "first")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mlflow.db", "mlflow.db.lock"]
-
-
-@pytest.mark.usefixtures("no_client")
-@pytest.mark.parametrize("kind", ["folder", "other file"])
-def test_what_is_no_database_is_told_at_once(tmp_path, kind):
-    path = tmp_path / "mlflow.db"
-    path.mkdir() if kind == "folder" else path.write_bytes(b"not a database " * 100)
-    with pytest.raises(TrackingError, match=r"mlflow\.db: cannot be opened: (unable to open|file is not a) database"):
-        stores.Store(f"sqlite:///{path}", "first")
 
 
 @pytest.mark.thorough
@@ -307,9 +262,8 @@ def test_an_experiment_has_our_view_and_an_older_one_gets_it(store):
 
 
 def test_link_to_an_experiment(store):
-    assert store.link().startswith(
-        f"http://127.0.0.1:5000/#/experiments/{store._experiment_id}/runs?viewStateShareKey="
-    )
+    runs = f"http://127.0.0.1:5000/#/experiments/{store._experiment_id}/runs"
+    assert store.link().startswith(f"{runs}?viewStateShareKey=")
     assert view.address("https://me:secret@host:8080/", "7").startswith("https://***@host:8080/#/experiments/7/runs?")
     assert view.address("sqlite:///x.db", "7", False, 6) == "http://127.0.0.1:6/#/experiments/7/runs?" + view.MODE
     assert view.address("sqlite:///x.db", None) == "http://127.0.0.1:5000/#/experiments?workflowType=machine_learning"

@@ -4,23 +4,22 @@ import zlib
 
 import numpy as np
 import pytest
+from commands import raises
 from fakes import FakeClock, FakeProgram
 from scipy import ndimage
 from tables import each
+from training import test_loop
 
-from cnnexp import SGD, Dataset, Flatten, Linear, Loss, Network, Split, TrainingPlan, train_epochs
+from cnnexp import SGD, Conv2d, Dataset, Dropout, Flatten, Linear, Loss, Network, Split, TrainingPlan, train_epochs
 from cnnexp.backends import backend_class
 from cnnexp.errors import ConfigError
-from cnnexp.network import Conv2d, Dropout
 from cnnexp.training import augment
 from cnnexp.training.augment import AUGMENTATIONS, Affine, Augmenter, CropFlip, Cutout, Elastic, Shift
-from cnnexp.training.checkpoint import Checkpoint
 from cnnexp.training.loop import epoch_order
 from cnnexp.workers import Local
 
 SEED, EPOCH = 2**40 + 7, 3
 KINDS = [Shift(3), CropFlip(3, 0.5), Affine(40.0, 3.0, 0.4, 30.0), Elastic(12.0, 2.0), Cutout(5)]
-ALL = tuple(KINDS)
 NETWORK = Network((9, 9, 1), (Conv2d(3, 3), Flatten(), Dropout(0.3), Linear(2)))
 COMPILING = NETWORK, Loss.SOFTMAX_CROSS_ENTROPY, SGD(lr=0.05), 8
 
@@ -31,18 +30,18 @@ def mix(x):
     return x ^ (x >> 16)
 
 
-def draws(name, image, count, epoch=EPOCH):
+def draws(name, image, count):
     """Return numbers from 0 to 1, in the arithmetic of Python's whole numbers."""
     key = 0
-    for part in (SEED % 2**32, SEED >> 32, epoch, 0, zlib.crc32(f"augment.{name}".encode())):
+    for part in (SEED % 2**32, SEED >> 32, EPOCH, 0, zlib.crc32(f"augment.{name}".encode())):
         key = mix(key ^ part)
     row = mix(key ^ image)
     return np.array([mix(row ^ mix(element)) for element in range(count)], float) / 2**32
 
 
-def images(count=6, height=13, width=11, channels=2, dtype=np.uint8):
+def images(dtype=np.uint8):
     # smooth, with an edge that is not black
-    drawn = ndimage.gaussian_filter(np.random.default_rng(5).random((count, height, width, channels)), (0, 1, 1, 0))
+    drawn = ndimage.gaussian_filter(np.random.default_rng(5).random((6, 13, 11, 2)), (0, 1, 1, 0))
     drawn = (drawn - drawn.min()) / (drawn.max() - drawn.min())
     return np.round(255 * drawn).astype(np.uint8) if dtype == np.uint8 else (3 * drawn - 1).astype(np.float32)
 
@@ -114,7 +113,7 @@ def test_every_transformation_does_as_scipy_does(kinds, dtype):
 def test_every_epoch_and_every_seed_sees_other_images_and_no_image_another_places():
     pictures = images()
 
-    def made(epoch, seed=SEED, places=(1, 4), kinds=ALL):
+    def made(epoch, seed=SEED, places=(1, 4), kinds=KINDS):
         out = np.empty((len(places), *pictures.shape[1:]), np.uint8)
         Augmenter(kinds, pictures, seed).fill(epoch, np.array(places), out)
         return out
@@ -144,16 +143,13 @@ class Fed(FakeProgram):
         return super().train(handle, order, rate)
 
 
-def data(count=300):
-    pictures = np.random.default_rng(1).integers(0, 256, (count, 9, 9, 1), np.uint8)
-    split = Split(pictures, (np.arange(count) % 2).astype(np.int32))
-    return Dataset("made", split, split[:10], None, ("a", "b"), "made here", "0" * 64)
+PICTURES = np.random.default_rng(1).integers(0, 256, (300, 9, 9, 1), np.uint8)
+SPLIT = Split(PICTURES, (np.arange(300) % 2).astype(np.int32))
+DATA = Dataset("made", SPLIT, SPLIT[:10], None, ("a", "b"), "made here", "0" * 64)
 
 
-def run(program, epochs=2, earlier=(), begun=None, observers=(), **plan):
-    resumed = Checkpoint(len(earlier), {}, {}, history=tuple(earlier), begun=begun) if earlier or begun else None
-    plan = TrainingPlan(epochs, 5, augment=(Affine(), Cutout()), **plan)
-    return list(train_epochs(program, data(), plan, observers, None, resumed, program.clock))
+def run(program, epochs=2, **options):
+    return test_loop.run(program, DATA, epochs, seed=5, augment=(Affine(), Cutout()), **options)
 
 
 @pytest.fixture
@@ -165,7 +161,7 @@ def small_parts(monkeypatch):
 def as_augmented(epoch, count=300):
     """Return the bytes of the images that an epoch begins with, as the augmenter makes them of the order."""
     out = np.empty((count, 9, 9, 1), np.uint8)
-    Augmenter((Affine(), Cutout()), data().train.images, 5).fill(epoch, epoch_order(300, 5, epoch)[:count], out)
+    Augmenter((Affine(), Cutout()), PICTURES, 5).fill(epoch, epoch_order(300, 5, epoch)[:count], out)
     return [image.tobytes() for image in out]
 
 
@@ -178,17 +174,11 @@ def test_training_sees_each_image_of_the_order_as_its_epoch_has_it(small_parts):
     for epoch in (1, 2):
         seen = slow.seen[300 * (epoch - 1) : 300 * epoch]
         assert [image for image, _, _ in seen] == as_augmented(epoch)
-        assert [label for _, label, _ in seen] == data().train.labels[epoch_order(300, 5, epoch)].tolist()
+        assert [label for _, label, _ in seen] == SPLIT.labels[epoch_order(300, 5, epoch)].tolist()
 
 
 def test_a_run_that_goes_on_sees_the_bytes_of_one_never_stopped(small_parts):
-    class Notes(list):
-        progressed = list.append
-
-        def finished(self, result):
-            pass
-
-    notes, whole, rest = Notes(), Fed(), Fed(per_image_s=0.02)
+    notes, whole, rest = test_loop.Seen(), Fed(), Fed(per_image_s=0.02)
     first, _ = run(whole, observers=[notes], progress_batches=4)
     stopped = next(note for note in notes if note.epoch == 2 and note.totals.count == 64)
     run(rest, earlier=[first], begun=stopped)
@@ -205,8 +195,8 @@ def test_an_epoch_that_ends_early_leaves_nothing_behind(small_parts):
 
 
 def trained(program):
-    program.restore({**NETWORK.initial_state(4)})
-    list(train_epochs(program, data(), TrainingPlan(2, 5, augment=(Affine(), Cutout()))))
+    program.restore(NETWORK.initial_state(4))
+    list(train_epochs(program, DATA, TrainingPlan(2, 5, augment=(Affine(), Cutout()))))
     state = program.state()
     program.close()
     return state["parameters"]
@@ -232,14 +222,12 @@ def test_workers_train_on_the_same_images(sync, small_parts):
     (Cutout(12), "cutout.size=12"),
 )
 def test_what_is_larger_than_the_images_is_refused(kind, key):
-    with pytest.raises(ConfigError, match=f"augment.{key}: the images are 13 x 11 pixels; must be less than 11"):
-        Augmenter([kind], images(), 0)
+    raises(ConfigError, f"augment.{key}: .* 13 x 11 pixels; must be less than 11", Augmenter, [kind], images(), 0)
 
 
 def test_no_height_or_one_kind_twice_is_refused_and_a_checkpoint_knows_what_was_trained_on():
     with pytest.raises(ConfigError, match=r"augment=\['shift'\]: needs .* with height and width; these have \(4,\)"):
         Augmenter([Shift()], np.zeros((3, 4), np.float32), 0)
-    with pytest.raises(ConfigError, match="each kind once"):
-        Augmenter([Shift(), Shift(3)], images(), 0)
+    raises(ConfigError, "each kind once", Augmenter, [Shift(), Shift(3)], images(), 0)
     assert augment.describe((Cutout(3), Shift(1))) == {"cutout": {"size": 3}, "shift": {"pixels": 1}}
     assert list(AUGMENTATIONS) == [kind.name for kind in KINDS]

@@ -32,7 +32,7 @@ def test_speedup_is_the_ratio_of_the_costs_without_the_short_last_batch(own, oth
     assert result.comparison.seconds_per_image == pytest.approx(other[0] + sum(other[1:]) / min(10, train))
 
 
-def test_the_baseline_sees_batches_of_the_run_spread_over_every_epoch_but_a_short_one():
+def test_the_baseline_sees_batches_of_the_run_spread_over_every_epoch_but_a_short_one_from_its_parameters_on():
     (result,), program, beside = measure(own=(0.01,), other=(0.02,), train=100, batches=2)
     trained = [batch for order in program.orders for batch in np.split(order, len(order) // 10)]
     timed = beside.orders[-result.comparison.batches :]
@@ -41,49 +41,36 @@ def test_the_baseline_sees_batches_of_the_run_spread_over_every_epoch_but_a_shor
 
     _, program, _ = measure(own=(1e-3,), other=(1e-6,), train=300, epochs=2)
     assert [len(order) for order in program.orders] == [10, 40, 100, 100, 50, 100, 100, 100]
-    results, program, _ = measure(own=(1e-6,), other=(1e-6,), train=300, epochs=3)
+    results, program, beside = measure(own=(1e-6,), other=(2e-6,), train=300, epochs=3)
     assert len(program.orders[-1]) == 300
     assert [result.comparison.batches for result in results] == [3, 3, 3]
+    assert [result.comparison.speedup for result in results] == pytest.approx([2.0] * 3)
+    assert len(beside.restored) == 3
 
 
 def test_baseline_time_is_not_in_the_epoch_and_a_slow_one_is_timed_on_fewer_images():
     (result,), _, _ = measure(own=(0.01,), other=(5.0,))
     assert result.epoch_s == pytest.approx(25 * 0.01)
     (result,), _, beside = measure(own=(0.01,), other=(2.0,), train=400, batch_size=100, budget_s=10.0)
-    assert result.comparison.images == 5
-    assert result.comparison.speedup == pytest.approx(200.0)
+    assert (result.comparison.images, result.comparison.speedup) == (5, pytest.approx(200.0))
     assert max(len(order) for order in beside.orders) == 5
 
 
-def test_each_epoch_starts_the_baseline_from_the_parameters_of_the_run():
-    results, _, beside = measure(own=(0.01,), other=(0.02,), epochs=3)
-    assert len(beside.restored) == 3
-    assert [r.comparison.speedup for r in results] == pytest.approx([2.0] * 3)
-
-
-def shared(shares, **options):
-    """Run a baseline whose steps, clocked inside, have these shares and cost a second; return it and how many were."""
-    clock, data = FakeClock(), dataset(40)
-    left = iter(shares)
+@each(
+    ([0.9, 0.2, 0.8, 0.1], 10.0, 0.8, 3),  # the median of three, in the first epoch alone
+    ([0.9, 0.2, 0.8], 1.0, 0.9, 1),  # of a slow one's step
+    ([None, 0.5], 1.0, None, 1),  # a fused one has none
+)
+def test_the_parallel_share_is_measured_once_a_run_outside_what_is_timed(shares, budget_s, found, asked):
+    clock, data, left = FakeClock(), dataset(40), iter(shares)
 
     def layers_share(handle, batch, rate):
         clock.advance(1.0)
         return next(left)
 
     beside = FakeProgram(clock, 0.001)
-    baseline = Baseline(beside, data.train, clock=clock, layers_share=layers_share, **options)
+    baseline = Baseline(beside, data.train, budget_s=budget_s, clock=clock, layers_share=layers_share)
     results = list(train_epochs(FakeProgram(clock, 0.01), data, 2, baseline=baseline, clock=clock))
-    return baseline, len(shares) - len(list(left)), results
-
-
-def test_the_parallel_share_is_measured_once_a_run_outside_what_is_timed():
-    baseline, asked, results = shared([0.9, 0.2, 0.8, 0.1], budget_s=10)
-    assert (baseline.parallel_share, asked) == (0.8, 3)  # the median of three, in the first epoch alone
+    assert (baseline.parallel_share, len(shares) - len([*left])) == (found, asked)
     assert [r.epoch_s for r in results] == pytest.approx([0.4, 0.4])
     assert [r.comparison.seconds_per_image for r in results] == pytest.approx([0.001, 0.001])
-
-
-@pytest.mark.parametrize(("shares", "found"), [([0.9, 0.2, 0.8], 0.9), ([None, 0.5], None)], ids=["slow", "fused"])
-def test_a_slow_baseline_measures_its_parallel_share_on_one_step_and_a_fused_one_has_none(shares, found):
-    baseline, asked, _ = shared(shares, budget_s=1.0)
-    assert (baseline.parallel_share, asked) == (found, 1)

@@ -1,17 +1,16 @@
-import dataclasses
-import itertools
 import json
 import os
+from dataclasses import replace
 from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
+from commands import raises
 from results import epoch_result
 from tables import each
 
-from cnnexp import SGD, Adam, Constant, Conv2d, Cosine, Flatten, Linear, Loss, Network, ReLU
+from cnnexp import SGD, Adam, Constant, Conv2d, Cosine, Flatten, Linear, Loss, Network, ReLU, Totals
 from cnnexp.errors import CheckpointError
-from cnnexp.network.losses import Totals
 from cnnexp.training.checkpoint import (
     Checkpoint,
     CheckpointWriter,
@@ -29,8 +28,8 @@ NETWORK = Network((6, 6, 1), (Conv2d(2, 3), ReLU(), Flatten(), Linear(3)))
 TRAINING = describe(NETWORK, Loss.SOFTMAX_CROSS_ENTROPY, Adam(), 8, Constant(), 5, "0" * 64)
 
 
-def checkpoint(epoch=1, seed=0):
-    rng = np.random.default_rng(seed)
+def checkpoint(epoch=1):
+    rng = np.random.default_rng(0)
     names = ("parameters", "mean", "square")
     state = {name: rng.standard_normal(NETWORK.parameter_count).astype(np.float32) for name in names}
     return Checkpoint(epoch, TRAINING, {**state, "step": np.int64(12)}, about={"backend": "numpy"})
@@ -43,7 +42,7 @@ def journal(*results):
 
 def save(folder, given):
     """Write one checkpoint as a run would that has trained its epochs."""
-    *earlier, last = [dataclasses.replace(epoch_result(1), epoch=epoch) for epoch in range(1, given.epoch + 1)]
+    *earlier, last = [replace(epoch_result(1), epoch=epoch) for epoch in range(1, given.epoch + 1)]
     return CheckpointWriter(folder, given.training, earlier).save(given.state, given.about, last)
 
 
@@ -52,7 +51,7 @@ def test_what_is_saved_comes_back_bit_for_bit(tmp_path):
     read = load(save(tmp_path, saved))
     assert (read.epoch, read.about) == (1, {"backend": "numpy"})
     (now,), then = take_history(read, journal(epoch_result(1)), tmp_path).history, epoch_result(1)
-    assert dataclasses.replace(now, scores=None) == dataclasses.replace(then, scores=None)
+    assert replace(now, scores=None) == replace(then, scores=None)
     assert read.state.keys() == saved.state.keys()
     for name, array in saved.state.items():
         np.testing.assert_array_equal(read.state[name], array)
@@ -77,17 +76,11 @@ def test_a_checkpoint_within_an_epoch_gives_way_to_the_next(tmp_path):
     assert [path.name for path in list_checkpoints(tmp_path)] == ["epoch-000000.ckpt", "epoch-000001.ckpt"]
 
 
-@pytest.mark.parametrize(
-    "begun",
-    [
-        *itertools.starmap(progress, [(3,), (1, 0), (1, 41), (1, True)]),
-        dataclasses.replace(progress(1), seconds=np.nan),
-    ],
-)
-def test_what_cannot_be_of_an_epoch_that_has_begun_is_refused(tmp_path, begun):
-    path = CheckpointWriter(tmp_path, TRAINING).save(checkpoint().state, {}, begun=begun)
-    with pytest.raises(CheckpointError, match="not as cnnexp writes it: what it says of the epoch"):
-        load(path)
+def test_what_cannot_be_of_an_epoch_that_has_begun_is_refused(tmp_path):
+    wrong = progress(3), progress(1, 0), progress(1, 41), progress(1, True), replace(progress(1), seconds=np.nan)
+    for i, begun in enumerate(wrong):
+        path = CheckpointWriter(tmp_path / str(i), TRAINING).save(checkpoint().state, {}, begun=begun)
+        raises(CheckpointError, "not as cnnexp writes it: what it says of the epoch", load, path)
 
 
 @each(
@@ -117,28 +110,23 @@ def test_every_bit_flip_and_every_truncation_is_refused(tmp_path):
         flipped = bytearray(whole)
         flipped[position] ^= 1 << position % 8
         path.write_bytes(flipped)
-        with pytest.raises(CheckpointError):
-            load(path)
+        raises(CheckpointError, path.name, load, path)
     for length in range(0, len(whole), 97):
         path.write_bytes(whole[:length])
-        with pytest.raises(CheckpointError):
-            load(path)
+        raises(CheckpointError, path.name, load, path)
     path.write_bytes(whole + b"x")
-    with pytest.raises(CheckpointError, match="SHA-256"):
-        load(path)
+    raises(CheckpointError, "SHA-256", load, path)
 
 
 def test_a_damaged_newest_is_passed_over_and_said(tmp_path, caplog):
     first, newest = (save(tmp_path, checkpoint(epoch)) for epoch in (1, 2))
     newest.write_bytes(newest.read_bytes()[:-1])
-    with pytest.raises(CheckpointError, match=r"\A.*epoch-000001\.ckpt beside it is whole.*\Z"):
-        load(newest)
+    raises(CheckpointError, r"\A.*epoch-000001\.ckpt beside it is whole.*\Z", load, newest)
     assert load(find(tmp_path)).epoch == 1
     assert "epoch-000001.ckpt is used" in caplog.text
     caplog.clear()
     first.write_bytes(first.read_bytes()[:-1])
-    with pytest.raises(CheckpointError, match=r"\A.*: all 2 checkpoints are damaged; epoch-000002\.ckpt: .*\Z"):
-        find(tmp_path)
+    raises(CheckpointError, r"\A.*: all 2 checkpoints are damaged; epoch-000002\.ckpt: .*\Z", find, tmp_path)
     assert caplog.text == ""
 
 
@@ -151,8 +139,7 @@ def test_a_history_that_is_not_the_checkpoints_own_is_refused(tmp_path):
     assert [result.epoch for result in take_history(read, whole, path).history] == [1, 2]
     other = {**whole[2], "epoch_s": 9.0}
     for damaged in ({}, {1: whole[1]}, {**whole, 2: None}, {**whole, 2: other}, {**whole, 1: []}):
-        with pytest.raises(CheckpointError, match="the journal of its run lacks its epochs, or has other ones"):
-            take_history(read, damaged, path)
+        raises(CheckpointError, "lacks its epochs, or has other ones", take_history, read, damaged, path)
 
 
 def test_the_three_thousandth_epoch_writes_what_the_first_did(tmp_path):
@@ -162,23 +149,18 @@ def test_the_three_thousandth_epoch_writes_what_the_first_did(tmp_path):
     assert path.stat().st_size < first.stat().st_size + 100
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"state": {"step": np.int64(1)}},
-        {"state": {"parameters": np.zeros((2, 2), np.float32)}},
-        {"state": {"parameters": np.zeros(3, np.float32), "mean": np.zeros(2, np.float32)}},
-        {"state": {"parameters": np.zeros(3)}},
-        {"state": {"parameters": np.zeros(3, np.float32), "step": np.float64(1)}},
-        {"state": {"parameters": np.array([{"an": "object"}], object)}},  # pickled
-        {"about": [1]},
-    ],
+@each(
+    ({"step": np.int64(1)}, {}),
+    ({"parameters": np.zeros((2, 2), np.float32)}, {}),
+    ({"parameters": np.zeros(3, np.float32), "mean": np.zeros(2, np.float32)}, {}),
+    ({"parameters": np.zeros(3)}, {}),
+    ({"parameters": np.zeros(3, np.float32), "step": np.float64(1)}, {}),
+    ({"parameters": np.array([{"an": "object"}], object)}, {}),  # pickled
+    ({"parameters": np.zeros(3, np.float32)}, [1]),
 )
-def test_a_whole_file_with_wrong_fields_is_refused(tmp_path, change):
-    given = {"state": {"parameters": np.zeros(3, np.float32)}, "about": {}, **change}
-    path = CheckpointWriter(tmp_path, TRAINING).save(given["state"], given["about"], epoch_result(1))
-    with pytest.raises(CheckpointError, match="not as cnnexp writes it"):
-        load(path)
+def test_a_whole_file_with_wrong_fields_is_refused(tmp_path, state, about):
+    path = CheckpointWriter(tmp_path, TRAINING).save(state, about, epoch_result(1))
+    raises(CheckpointError, "not as cnnexp writes it", load, path)
 
 
 @pytest.mark.parametrize("call", ["cnnexp.training.checkpoint.CheckpointWriter._encode", "os.fsync", "os.replace"])
@@ -186,24 +168,19 @@ def test_a_failure_at_any_moment_leaves_the_last_checkpoint_and_no_litter(tmp_pa
     keeper = CheckpointWriter(tmp_path, TRAINING)
     keeper.save(checkpoint().state, {}, epoch_result(1))
     monkeypatch.setattr(call, MagicMock(side_effect=OSError(28, "No space left on device")))
-    with pytest.raises(CheckpointError, match="cannot be written: no space left on device"):
-        keeper.save(checkpoint().state, {}, epoch_result(2))
+    raises(CheckpointError, "cannot be written: no space left", keeper.save, checkpoint().state, {}, epoch_result(2))
     monkeypatch.undo()
     assert sorted(os.listdir(tmp_path)) == ["epoch-000001.ckpt"]
     assert load(find(tmp_path)).epoch == 1
 
 
 def test_no_pipe_and_no_device_is_read_and_nothing_to_find_is_one_line(tmp_path):
-    with pytest.raises(CheckpointError, match=r"holds no checkpoint \(epoch-\*\.ckpt\)"):
-        find(tmp_path)
+    raises(CheckpointError, r"holds no checkpoint \(epoch-\*\.ckpt\)", find, tmp_path)
     os.mkfifo(tmp_path / "epoch-000001.ckpt")
     for path in (tmp_path / "epoch-000001.ckpt", "/dev/zero"):
-        with pytest.raises(CheckpointError, match="not a regular file"):
-            load(path)
-    with pytest.raises(CheckpointError, match="no such file or folder"):
-        find(tmp_path / "nowhere")
-    with pytest.raises(CheckpointError, match="cannot be read"):
-        load(tmp_path / "nowhere.ckpt")
+        raises(CheckpointError, "not a regular file", load, path)
+    raises(CheckpointError, "no such file or folder", find, tmp_path / "nowhere")
+    raises(CheckpointError, "cannot be read", load, tmp_path / "nowhere.ckpt")
 
 
 @each(
@@ -216,10 +193,8 @@ def test_no_pipe_and_no_device_is_read_and_nothing_to_find_is_one_line(tmp_path)
     ({"dataset_sha256": "1" * 64}, "dataset.sha256 is"),
 )
 def test_another_training_is_refused_and_what_differs_is_named(changed, message):
-    same = {
-        **{"network": NETWORK, "loss": Loss.SOFTMAX_CROSS_ENTROPY, "optimizer": Adam(), "batch_size": 8},
-        **{"schedule": Constant(), "seed": 5, "dataset_sha256": "0" * 64},
-    }
+    same = {"network": NETWORK, "loss": Loss.SOFTMAX_CROSS_ENTROPY, "optimizer": Adam(), "batch_size": 8}
+    same |= {"schedule": Constant(), "seed": 5, "dataset_sha256": "0" * 64}
     with pytest.raises(CheckpointError) as error:
         check_same(checkpoint(), describe(**{**same, **changed}), "a.ckpt")
     assert message in str(error.value)

@@ -5,6 +5,7 @@ import signal
 
 import numpy as np
 import pytest
+from commands import raises
 from fakes import FakeClock, FakeProgram
 
 from cnnexp import Dataset, EarlyStopping, Split, Step, Totals, TrainingPlan, train_epochs
@@ -57,8 +58,7 @@ def test_every_image_is_trained_once_an_epoch_and_its_seconds_are_those_alone():
 
     program = FakeProgram(FakeClock(), 0.25, per_step_s=1.0, batch_size=10)
     (result,) = run(program)
-    assert result.epoch_s == pytest.approx(25 * 0.25 + 3 * 1.0)
-    assert result.evaluate_s == pytest.approx(100.0)
+    assert (result.epoch_s, result.evaluate_s) == (pytest.approx(25 * 0.25 + 3 * 1.0), pytest.approx(100.0))
     assert result.images_per_s == pytest.approx(25 / result.epoch_s)
 
 
@@ -90,8 +90,7 @@ def test_progress_is_told_after_so_many_batches_and_an_epoch_begins_with_what_th
     seen = Seen()
     run(FakeProgram(FakeClock(), 1e-9, batch_size=2), dataset(train=41), progress_batches=3, observers=[seen])
     steps = np.diff([0, *(progress.totals.count for progress in seen)])
-    assert max(steps) == 6
-    assert sum(steps) == 41
+    assert (max(steps), sum(steps)) == (6, 41)
 
     program = FakeProgram(FakeClock(), 1e-6, batch_size=10)
     run(program, dataset(train=300), epochs=3)
@@ -119,15 +118,13 @@ def test_a_signal_comes_between_two_steps():
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_a_loss_that_is_not_finite_stops_the_run(bad):
     program = FakeProgram(FakeClock(), 0.001, losses=[1.0, bad])
-    with pytest.raises(Diverged, match=r"epoch 1, images 10 to 20, at learning rate 0\.01"):
-        run(program)
+    raises(Diverged, r"epoch 1, images 10 to 20, at learning rate 0\.01", run, program)
 
 
 def test_a_held_out_loss_that_is_not_finite_stops_the_run_before_it_is_kept():
     program = FakeProgram(FakeClock(), 0.001)
     program.predict = lambda handle: np.full((len(handle), 2), np.nan, np.float32)
-    with pytest.raises(Diverged, match=r"the test loss became nan after epoch 1, at learning rate 0\.01"):
-        run(program)
+    raises(Diverged, r"the test loss became nan after epoch 1, at learning rate 0\.01", run, program)
 
 
 def test_patience_that_has_run_out_trains_no_epoch_more():
@@ -166,8 +163,7 @@ def test_early_stopping_counts_epochs_without_a_smaller_held_out_loss_of_the_spl
 
 @pytest.mark.parametrize("options", [{"every": 0}, {"factor": 0.0}, {"factor": 1.5}])
 def test_step_schedule_refuses(options):
-    with pytest.raises(ConfigError, match=rf"trainer\.step_{next(iter(options))}="):
-        Step(**options)
+    raises(ConfigError, rf"trainer\.step_{next(iter(options))}=", Step, **options)
 
 
 def test_training_stops_after_the_epoch_that_reaches_its_target_and_every_observer_sees_it():

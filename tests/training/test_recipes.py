@@ -21,13 +21,9 @@ NETWORK = Network((8, 8, 1), (Conv2d(4, 3, bias=False), BatchNorm2d(), ReLU(), F
 PLAIN = Network((8, 8, 1), (Conv2d(4, 3), ReLU(), Flatten(), Linear(6)))
 BATCH, COUNT, MOMENTUM = 8, 30, SGD(lr=0.1, momentum=0.9)
 WEIGHTS = (0.5, 2.0, 1.0, 3.0, 0.25, 1.5)
-TWO = Network((8, 8, 1), (Flatten(), Linear(1), Sigmoid()))
 ALL = {"clip_norm": 0.5, "accumulate": 2, "ema": 0.9}
-
-
-def images(count=COUNT):
-    rng = np.random.default_rng(3)
-    return rng.random((count, 8, 8, 1), np.float32), rng.integers(0, 6, count).astype(np.int32)
+RNG = np.random.default_rng(3)
+IMAGES, LABELS = RNG.random((COUNT, 8, 8, 1), np.float32), RNG.integers(0, 6, COUNT).astype(np.int32)
 
 
 @contextlib.contextmanager
@@ -38,33 +34,29 @@ def compiled(backend, network=PLAIN, optimizer=MOMENTUM, loss=Loss.SOFTMAX_CROSS
         pytest.skip(str(missing))
     with contextlib.closing(made) as program:
         program.restore(network.initial_state(1))
-        data, labels = images()
-        yield program, program.load(data, labels if loss.name != "binary_cross_entropy" else labels % 2)
+        yield program, program.load(IMAGES, LABELS if loss.name != "binary_cross_entropy" else LABELS % 2)
 
 
-def assert_close(state, other, far=2e-5):
+def assert_close(state, other):
     assert set(state) == set(other)
     for name in state:
-        np.testing.assert_allclose(state[name], other[name], rtol=far, atol=far, err_msg=name)
+        np.testing.assert_allclose(state[name], other[name], rtol=2e-5, atol=2e-5, err_msg=name)
 
 
 def torch_rates(schedule, lr, epochs, steps):
     """Return the rates (epochs * steps,) that PyTorch's schedulers set, stepped once a step or once an epoch."""
     torch = pytest.importorskip("torch")
     schedulers = torch.optim.lr_scheduler
-    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr)
+    optimizer, count, rates = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr), epochs * steps, []
     made = {
         "constant": lambda: schedulers.ConstantLR(optimizer, 1.0),
         "step": lambda: schedulers.StepLR(optimizer, schedule.every, schedule.factor),
         "milestones": lambda: schedulers.MultiStepLR(optimizer, schedule.milestones, schedule.factor),
         "cosine": lambda: schedulers.CosineAnnealingLR(optimizer, epochs),
-        "polynomial": lambda: schedulers.PolynomialLR(optimizer, epochs * steps, schedule.power),
-        "one_cycle": lambda: schedulers.OneCycleLR(
-            optimizer, lr, epochs * steps, pct_start=schedule.peak, cycle_momentum=False
-        ),
+        "polynomial": lambda: schedulers.PolynomialLR(optimizer, count, schedule.power),
+        "one_cycle": lambda: schedulers.OneCycleLR(optimizer, lr, count, pct_start=schedule.peak, cycle_momentum=False),
     }[schedule.name]()
-    rates = []
-    for step in range(epochs * steps):
+    for step in range(count):
         rates.append(optimizer.param_groups[0]["lr"])
         optimizer.step()
         if schedule.name in ("polynomial", "one_cycle") or step % steps == steps - 1:
@@ -135,12 +127,12 @@ def test_weight_decay_spares_biases_and_normalization(backend, optimizer):
 @each(
     (Loss("softmax_cross_entropy", 0.1), PLAIN, WEIGHTS),
     (Loss("mean_squared_error"), PLAIN, WEIGHTS),
-    (Loss("binary_cross_entropy"), TWO, (0.5, 3.0)),
+    (Loss("binary_cross_entropy"), Network((8, 8, 1), (Flatten(), Linear(1), Sigmoid())), (0.5, 3.0)),
     ids=lambda given: getattr(given, "name", ""),
 )
 def test_class_weights_multiply_the_gradient_of_each_image(backend, loss, network, weights):
     """The reference: the gradients of the batch's classes one by one, each unweighted, added up in float64."""
-    labels, batch = images()[1] % len(weights), np.arange(COUNT)
+    labels, batch = LABELS % len(weights), np.arange(COUNT)
     mean, total = 0.0, 0.0
     with compiled(backend, network, loss=loss, batch=COUNT) as (program, handle):
         for label, weight in enumerate(weights):
@@ -250,7 +242,7 @@ def test_workers_take_the_same_steps(sync):
         with contextlib.closing(program):
             steps = Steps(program, **options)
             steps.restore(PLAIN.initial_state(1))
-            handle = steps.load(*images())
+            handle = steps.load(IMAGES, LABELS)
             totals, state, scores = steps.train(handle, order, rates), steps.state(), steps.predict(handle)
             return totals, state, scores, program.train(handle, order, rates)
 

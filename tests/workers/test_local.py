@@ -7,8 +7,9 @@ from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
+from commands import raises
 from tables import each
-from workers.work import RATE, compiled, hundred_steps, images, on_threads, order, trained
+from workers.work import HUNDRED_STEPS, RATE, compiled, images, on_threads, order, trained
 
 from cnnexp.backends import backend_class
 from cnnexp.datasets import Split
@@ -63,9 +64,9 @@ def test_no_worker_overtakes_another():
 # test_replica has all combinations, in threads
 @each(("gradients", "one_conv", "adam"), ("hybrid", "two_conv_mlp", "sgd"))
 def test_two_processes_train_like_one_for_100_steps(sync, model, optimizer):
-    one = trained(compiled(None, model, optimizer), hundred_steps())
+    one = trained(compiled(None, model, optimizer), HUNDRED_STEPS)
     program = compiled(Local(count=2, sync=sync), model, optimizer)
-    totals, state, scores = trained(program, hundred_steps())
+    totals, state, scores = trained(program, HUNDRED_STEPS)
     assert program.metrics()["workers/1/images"] == 100 * 8
     program.close()
     program.close()
@@ -82,9 +83,9 @@ def test_two_processes_add_up_what_two_threads_add_up(model, monkeypatch):
     """Bit for bit where every worker has the same power of two of images, on one_conv."""
     # else so small a network gets one thread
     monkeypatch.setattr("cnnexp.backends.simd.runtime.program.THREAD_CYCLES", 1)
-    _, one, _ = trained(compiled(None, model, "adam", "cpu-simd", threads=2), hundred_steps())
+    _, one, _ = trained(compiled(None, model, "adam", "cpu-simd", threads=2), HUNDRED_STEPS)
     program = compiled(Local(count=2), model, "adam", "cpu-simd")
-    _, state, _ = trained(program, hundred_steps())
+    _, state, _ = trained(program, HUNDRED_STEPS)
     program.close()
     # a thread that owns a wide layer's weights adds up all threads' images in one sum; workers add up a sum each
     rounding = 0.0 if model == "one_conv" else 1e-5
@@ -110,10 +111,8 @@ def test_threads_are_divided_among_the_workers_and_what_cannot_be_is_refused(mon
     assert [divide_threads(backend, workers).threads for workers in (1, 2, 4)] == [2, 1, 1]
     alone = backend_class("numpy")()
     assert divide_threads(alone, 4) is alone
-    with pytest.raises(ConfigError, match=r"workers\.period=3: only with workers\.sync=parameters, not gradients"):
-        Local(period=3)
-    with pytest.raises(ConfigError, match=r"trainer\.batch_size=16: must be >= 17"):
-        compiled(Local(count=17), "one_conv", "sgd")
+    raises(ConfigError, r"workers\.period=3: only with workers\.sync=parameters, not gradients", Local, period=3)
+    raises(ConfigError, r"trainer\.batch_size=16: must be >= 17", compiled, Local(count=17), "one_conv", "sgd")
     assert type(compiled(Local(count=1), "one_conv", "sgd")) is type(compiled(None, "one_conv", "sgd"))
 
 
@@ -127,12 +126,10 @@ def test_a_worker_that_cannot_be_started_is_told_in_a_line(monkeypatch, lacking)
 
 def test_the_constants_of_the_cost_model_are_measured_and_a_wrong_state_leaves_the_workers_together():
     program = compiled(Local(sync="parameters"), "one_conv", "adam")
-    with pytest.raises(CheckpointError, match=r"has shape \(3,\), the network needs"):
-        program.restore({"parameters": np.zeros(3, np.float32)})
+    raises(CheckpointError, r"\(3,\), the network needs", program.restore, {"parameters": np.zeros(3, np.float32)})
     prediction = program.measure(Split(*images()))
     assert min(prediction.costs.t_c, prediction.epoch_s) > 0
     assert min(prediction.costs.t_b, prediction.costs.t_s) >= 0  # 0 where a busy machine held up the short exchange
-    assert prediction.training.averages == 1
-    assert prediction.training.floats == 3 * program.network.parameter_count
+    assert (prediction.training.averages, prediction.training.floats) == (1, 3 * program.network.parameter_count)
     assert trained(program)[0].count == len(order())
     program.close()

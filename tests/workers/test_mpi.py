@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from commands import ROOT, TINY, cnnexp, statuses, wait_for
 from tables import each
-from workers.work import MODELS, OPTIMIZERS, compiled, hundred_steps, trained
+from workers.work import HUNDRED_STEPS, MODELS, OPTIMIZERS, compiled, trained
 
 from cnnexp.backends.processor import usable_cores
 from cnnexp.tracking.events import read_journal
@@ -28,8 +28,8 @@ LIMIT_S = Mpi().heartbeat_timeout_s / 2
 FFN = ("model=ffn", "~model.filters", "model.loss_name=softmax_cross_entropy")
 
 
-def start(*arguments, ranks=2):
-    command = [MPIEXEC, "-n", str(ranks), sys.executable, *arguments]
+def start(*arguments):
+    command = [MPIEXEC, "-n", "2", sys.executable, *arguments]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     return subprocess.Popen(command, cwd=ROOT, env={**os.environ, **PATH}, **pipes)
 
@@ -42,7 +42,6 @@ def finish(process, seconds=LIMIT_S):
 
 
 def ranks_of(process):
-    """Return the processes of the ranks, by rank."""
     found = [p for p in psutil.Process(process.pid).children(recursive=True) if "PMI_RANK" in p.environ()]
     helpers = ("guard.py", "cnnexp.tracking.store")  # of rank 0, with its environment
     return {int(p.environ()["PMI_RANK"]): p for p in found if not any(h in " ".join(p.cmdline()) for h in helpers)}
@@ -53,12 +52,12 @@ def test_two_ranks_train_like_one_for_100_steps(tmp_path):
     if usable_cores() > 1:
         ways.append(("gradients", "cpu-simd"))
     cases = [[sync, model, rule, backend] for sync, backend in ways for model in MODELS for rule in OPTIMIZERS]
-    process = start("tests/workers/work.py", "train", "--folder", str(tmp_path), "--cases", json.dumps(cases))
+    process = start("tests/workers/work.py", str(tmp_path), json.dumps(cases))
     assert finish(process, 2 * LIMIT_S) == ("", "")
     assert process.returncode == 0
     for sync, model, optimizer, backend in cases:
         threads = {"threads": 2} if backend == "cpu-simd" else {}
-        totals, state, scores = trained(compiled(None, model, optimizer, backend, **threads), hundred_steps())
+        totals, state, scores = trained(compiled(None, model, optimizer, backend, **threads), HUNDRED_STEPS)
         with np.load(tmp_path / f"{sync}-{model}-{optimizer}-{backend}.npz") as found:
             assert found["step"] == 100
             if threads:  # two workers add up what two threads add up
@@ -71,7 +70,7 @@ def test_two_ranks_train_like_one_for_100_steps(tmp_path):
 
 @pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.thorough)])
 def test_a_killed_rank_ends_all_and_is_named(rank):
-    process = start("tests/workers/work.py", "endless")
+    process = start("tests/workers/work.py")
     assert process.stdout.readline() == "training\n"
     everyone = ranks_of(process)
     assert sorted(everyone) == [0, 1]

@@ -2,14 +2,13 @@ import itertools
 
 import numpy as np
 import pytest
+from commands import raises
 from conformance import assert_same_state
 from workers.work import MODELS, OPTIMIZERS, images, on_threads
 
-from cnnexp import SGD, Conv2d, Flatten, Linear, Loss, MaxPool2d, Network, ReLU
+from cnnexp import SGD, BatchNorm2d, Conv2d, Dropout, Flatten, Linear, Loss, MaxPool2d, Network, ReLU, Totals
 from cnnexp.backends import backend_class
 from cnnexp.errors import ConfigError
-from cnnexp.network import BatchNorm2d, Dropout
-from cnnexp.network.losses import Totals
 from cnnexp.training.loop import epoch_order
 from cnnexp.workers.collective import share, shares
 from cnnexp.workers.program import make_replica
@@ -18,14 +17,14 @@ from cnnexp.workers.replica import ParameterReplica, Spec
 SOFTMAX = Loss.SOFTMAX_CROSS_ENTROPY
 
 
-def spec(model="one_conv", optimizer="sgd", batch_size=16, sync="gradients", period=None, backend="numpy", side=12):
-    network = MODELS[model].network((side, side, 1), 10)
-    return Spec(backend_class(backend)(), network, SOFTMAX, OPTIMIZERS[optimizer], batch_size, sync, period)
+def spec(model="one_conv", optimizer="sgd", batch_size=16, sync="gradients", period=None):
+    network = MODELS[model].network((12, 12, 1), 10)
+    return Spec(backend_class("numpy")(), network, SOFTMAX, OPTIMIZERS[optimizer], batch_size, sync, period)
 
 
 def alone(spec, order, rate, data):
     program = spec.compile(spec.batch_size)
-    program.restore({"parameters": spec.network.initial_parameters(0)})
+    program.restore(spec.network.initial_state(11))
     totals = program.train(program.load(*data), order, rate)
     return program, totals
 
@@ -33,7 +32,7 @@ def alone(spec, order, rate, data):
 def together(size, spec, work, data):
     def run(collective):
         replica = make_replica(spec, collective)
-        replica.restore({"parameters": spec.network.initial_parameters(0)})
+        replica.restore(spec.network.initial_state(11))
         return work(replica, replica.load(*data))
 
     return on_threads(size, run)
@@ -60,14 +59,10 @@ def layered(*layers, sync="gradients", period=None):
 @pytest.mark.parametrize(("sync", "period"), [("gradients", None), ("hybrid", None), ("parameters", 1)])
 def test_what_dropout_drops_does_not_depend_on_the_workers(sync, period):
     case, data, order = layered(Dropout(0.4), sync=sync, period=period), images(24, side=6), np.arange(24)
-    start = case.network.initial_state(11)
-    program = case.compile(case.batch_size)
-    program.restore(start)
     rates = np.array([0.05, 0.1, 0.02])  # a step's own
-    totals = program.train(program.load(*data), order, rates)
+    program, totals = alone(case, order, rates, data)
 
     def work(replica, handle):
-        replica.restore(start)
         return replica.train(handle, order, rates), replica.state(), replica.predict(handle)
 
     for own, state, scores in together(2, case, work, data):
@@ -80,23 +75,15 @@ def test_what_dropout_drops_does_not_depend_on_the_workers(sync, period):
 @pytest.mark.parametrize("sync", ["gradients", "hybrid"])
 def test_running_averages_are_averaged_over_the_workers(sync):
     case, data, order = layered(BatchNorm2d(), sync=sync), images(24, side=6), np.arange(8)
-    start = case.network.initial_state(11)
-
-    def after(shown):
-        program = case.compile(8)
-        program.restore(start)
-        program.train(program.load(*data), shown, 0.0)
-        return program.state()["running"]
 
     def work(replica, handle):
-        replica.restore(start)
         replica.train(handle, order, 0.0)
         return replica.state()["running"]
 
     averaged, *others = together(3, case, work, data)
     for other in others:
         np.testing.assert_array_equal(averaged, other)
-    parts = [after(order[:3]), after(order[3:6]), after(order[6:])]
+    parts = [alone(case, part, 0.0, data)[0].state()["running"] for part in (order[:3], order[3:6], order[6:])]
     np.testing.assert_allclose(averaged, np.average(parts, 0, [3, 3, 2]), rtol=1e-5, atol=1e-6)
     assert relative(parts[0], parts[1]) > 1e-4
 
@@ -124,7 +111,6 @@ def test_gradients_change_nothing_that_state_returns(sync):
     batch, single = np.arange(8), np.arange(8, 9)  # one image leaves the second worker without any
 
     def work(replica, handle):
-        replica.restore(case.network.initial_state(11))
         replica.train(handle, batch, 0.05)
         before = replica.state()
         replica.gradient_s(handle, 4, 2)
@@ -237,8 +223,7 @@ def test_every_workers_time_and_share_are_known_and_hybrid_refuses_what_it_canno
     few_outputs = Network((12, 12, 1), (Conv2d(2, 3), ReLU(), MaxPool2d(2), Flatten(), Linear(2)))
     for network, message in ((only_linear, "needs convolutions"), (few_outputs, "linear1 has 2 outputs for 3 workers")):
         case = Spec(backend_class("numpy")(), network, SOFTMAX, SGD(), 16, "hybrid")
-        with pytest.raises(ConfigError, match=message):
-            on_threads(3, lambda collective, case=case: make_replica(case, collective))
+        raises(ConfigError, message, on_threads, 3, lambda collective, case=case: make_replica(case, collective))
 
 
 def test_parameters_are_averaged_once_an_epoch_that_comes_in_parts(monkeypatch):

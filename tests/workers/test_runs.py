@@ -1,5 +1,3 @@
-"""Whole runs from the command line: stopped, killed, and gone on with."""
-
 import contextlib
 import re
 import signal
@@ -79,8 +77,7 @@ def test_a_lost_worker_ends_the_run_as_failed(tmp_path, end, said):
     with _endless(tmp_path, "workers.heartbeat_timeout_s=3", "tracking=none") as (run, worker):
         getattr(worker, end)()
         _, stderr = run.communicate(timeout=LIMIT_S)
-        assert run.returncode == 8
-        assert stderr == f"cnnexp: error: worker 1 of 2 (pid {worker.pid}) {said}\n"
+        assert (run.returncode, stderr) == (8, f"cnnexp: error: worker 1 of 2 (pid {worker.pid}) {said}\n")
         assert read_journal(tmp_path)["status"] == "FAILED"
         assert load(find(tmp_path)).epoch >= 1
         wait_for(lambda: _ended(worker))
@@ -93,10 +90,11 @@ def test_a_run_that_is_stopped_as_a_whole_goes_on(tmp_path):
         for process in everyone:
             process.suspend()
         time.sleep(5)  # longer than the timeout
-        before = _newest_epoch(tmp_path)
+        checkpoints = tmp_path / "checkpoints"
+        before = list_checkpoints(checkpoints)[-1]
         for process in reversed(everyone):
             process.resume()
-        wait_for(lambda: _newest_epoch(tmp_path) > before, run)
+        wait_for(lambda: list_checkpoints(checkpoints)[-1] > before, run)
 
 
 def test_a_terminated_run_takes_its_workers_along(tmp_path):
@@ -132,7 +130,3 @@ def _ended(process):
     with contextlib.suppress(psutil.NoSuchProcess):
         return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
     return True
-
-
-def _newest_epoch(folder):
-    return int(list_checkpoints(folder / "checkpoints")[-1].stem.rpartition("-")[2])

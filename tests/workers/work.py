@@ -1,8 +1,7 @@
 """What the workers of these tests train, in threads too; run by `mpiexec`, what every rank does."""
 
-import argparse
-import itertools
 import json
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -29,9 +28,7 @@ def order(epochs=5):
     return np.concatenate([epoch_order(50, 0, epoch) for epoch in range(epochs)])
 
 
-def hundred_steps():
-    """Return what 100 steps of 16 images visit."""
-    return order(32)
+HUNDRED_STEPS = order(32)  # what 100 steps of 16 images visit
 
 
 def compiled(workers, model, optimizer, backend="numpy", batch_size=16, **options):
@@ -72,32 +69,26 @@ def on_threads(size, work):
     return [future.result() for future in futures]
 
 
-def main():
-    """`mpiexec -n 2 python work.py train`: train every case and save what comes of it; `endless`: until killed."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("task", choices=["train", "endless"])
-    parser.add_argument("--folder")
-    parser.add_argument("--cases", type=json.loads)
-    options = parser.parse_args()
+def main(folder=None, cases="[]"):
+    """`mpiexec -n 2 python work.py FOLDER CASES`: train every case and save what comes of it; without, until killed."""
     if launched_rank():
         mpi.follow()
         return
     mpi.lead()
-    if options.task == "train":
-        for sync, model, optimizer, backend in options.cases:
-            program = compiled(Mpi(sync=sync), model, optimizer, backend)
-            totals, state, scores = trained(program, hundred_steps())
-            program.close()
-            path = f"{options.folder}/{sync}-{model}-{optimizer}-{backend}.npz"
-            np.savez(path, loss=totals.loss, scores=scores, **state)
-    if options.task == "endless":
+    for sync, model, optimizer, backend in json.loads(cases):
+        program = compiled(Mpi(sync=sync), model, optimizer, backend)
+        totals, state, scores = trained(program, HUNDRED_STEPS)
+        program.close()
+        path = f"{folder}/{sync}-{model}-{optimizer}-{backend}.npz"
+        np.savez(path, loss=totals.loss, scores=scores, **state)
+    if folder is None:
         program = compiled(Mpi(), "one_conv", "sgd")
         handle = program.load(*images())
-        for step in itertools.count():
+        program.train(handle, order(), RATE)
+        print("training", flush=True)  # noqa: T201
+        while True:
             program.train(handle, order(), RATE)
-            if step == 0:
-                print("training", flush=True)  # noqa: T201
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])
