@@ -24,8 +24,7 @@ RECORD_NOTHING = {"--cfg", "check", "explain", "help", "predict"}
 
 def cnnexp(*words: str, cwd: Path = ROOT) -> subprocess.CompletedProcess:
     """Return a command line of cnnexp after it has run, in a process of its own."""
-    command = [sys.executable, "-m", "cnnexp", *words]
-    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, check=False)
+    return subprocess.run([sys.executable, "-m", "cnnexp", *words], capture_output=True, text=True, cwd=cwd)
 
 
 def python(*words: object, cwd: Path = ROOT, env: dict[str, str] | None = None) -> str:

@@ -82,8 +82,7 @@ def make_case(network, loss=Loss.SOFTMAX_CROSS_ENTROPY, images=5, seed=0, exact=
         parameters, pixels = rng.uniform(-1, 1, network.parameter_count), rng.standard_normal(shape)
         for parameter in network.parameters:
             parameter.view(parameters)[...] *= np.sqrt(3 / parameter.fan_in)  # keeps activations near 1
-    classes = 2 if loss == Loss.BINARY_CROSS_ENTROPY else network.output_shape[0]
-    labels = rng.integers(0, classes, images)
+    labels = rng.integers(0, 2 if loss == Loss.BINARY_CROSS_ENTROPY else network.output_shape[0], images)
     return Case(network, loss, parameters.astype(np.float32), pixels.astype(np.float32), labels, exact)
 
 

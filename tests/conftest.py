@@ -80,7 +80,6 @@ def run(monkeypatch, capsys, tmp_path):
     from cnnexp import __main__ as cli
     from cnnexp.app import hydra_app
 
-    monkeypatch.setenv("HYDRA_FULL_ERROR", "0")
     handler = signal.getsignal(signal.SIGTERM)
 
     def run(*arguments: str) -> tuple[int, str, str]:
@@ -90,7 +89,7 @@ def run(monkeypatch, capsys, tmp_path):
         monkeypatch.setattr(hydra_app, "_failures", [])
         monkeypatch.setattr(hydra_app, "_recorders", {})
         monkeypatch.setattr(hydra_app.SweepCallback, "started", None)
-        os.environ["HYDRA_FULL_ERROR"] = "0"
+        monkeypatch.setenv("HYDRA_FULL_ERROR", "0")
         try:
             cli.main()
             code = 0

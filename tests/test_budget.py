@@ -49,7 +49,8 @@ def functions(source: str, name: str = "") -> Iterator[Function]:
             count = sum(argument.arg not in ("self", "cls") for argument in arguments)
             made = [one for one in ast.walk(child) if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef)]
             own, *inner = ({*range(one.lineno, one.end_lineno + 1)} for one in made)
-            kernel = "backends/" in name and (within or _decorated(child) or any(map(_emits, arguments)))
+            emits = any("Emitter" in ast.unparse(one.annotation) for one in arguments if one.annotation)
+            kernel = "backends/" in name and (within or emits or _decorated(child))
             where = f"{path}.{child.name}".lstrip(".")
             yield Function(f"{name}:{where}", "kernel" if kernel else "function", len(own.difference(*inner)), count)
             yield from visit(child, where, True)
@@ -59,12 +60,7 @@ def functions(source: str, name: str = "") -> Iterator[Function]:
 
 def _decorated(node: ast.FunctionDef) -> bool:
     inner = [one for decorator in node.decorator_list for one in ast.walk(decorator)]
-    names = {getattr(one, "id", None) or getattr(one, "attr", None) for one in inner}
-    return bool(COMPILERS & names)
-
-
-def _emits(argument: ast.arg) -> bool:
-    return argument.annotation is not None and "Emitter" in ast.unparse(argument.annotation)
+    return bool(COMPILERS & {getattr(one, "id", None) or getattr(one, "attr", None) for one in inner})
 
 
 def over(what: str, found: int, budget: int, unit: str = "lines") -> str:

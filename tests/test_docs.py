@@ -71,19 +71,12 @@ def test_the_tutorial_runs(tmp_path):
 def test_the_drawings_of_the_kernels(tmp_path, monkeypatch):
     """The page shows every drawing, and the checkout has them: they are readable wherever the page is."""
     monkeypatch.syspath_prepend(str(ROOT / "docs"))
-    kernel_drawings = importlib.import_module("kernel_drawings")
-    kernel_drawings.draw_all(tmp_path)
+    importlib.import_module("kernel_drawings").draw_all(tmp_path)
     text = (ROOT / "docs" / "kernels.md").read_text(encoding="utf-8")
     kept = list((ROOT / "docs" / "drawings").iterdir())
     drawn = {path.name for path in tmp_path.iterdir()}
     assert drawn == set(re.findall(r"\(drawings/(\w+\.png)\)", text)) == {path.name for path in kept}
     assert sum(path.stat().st_size for path in kept) < 300_000
-
-
-def anchors(page):
-    """Return the anchors that GitHub gives to a page's headings."""
-    headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
@@ -92,7 +85,9 @@ def test_every_link_between_pages_leads_somewhere(page):
         target = page.parent / path if path else page
         assert target.exists(), f"{page.name}: {path}"
         if (wanted := anchor or own) and target.suffix == ".md":
-            assert wanted in anchors(target), f"{page.name}: {path}#{wanted}"
+            headings = re.findall(r"^#+ (.*)$", target.read_text(encoding="utf-8").lower(), re.MULTILINE)
+            anchors = {re.sub(r"[^\w\- ]", "", heading).replace(" ", "-") for heading in headings}  # as GitHub's
+            assert wanted in anchors, f"{page.name}: {path}#{wanted}"
 
 
 def test_the_python_example_trains_without_hydra_or_mlflow():

@@ -120,17 +120,11 @@ def test_dependencies_are_bounded_constraints_pinned_and_the_version_is_one():
 def test_every_target_that_pages_and_workflows_name_is_one():
     targets = set(re.findall(r"^([a-z-]+):.*## ", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
     pages = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob(".github/**/*.*"), ROOT / ".ci" / "run"]
-    named = {
-        (page.name, target)
-        for page in pages
-        if page.is_file()
-        for target in re.findall(r"(?:^|[`: ])make ([a-z]+(?:-[a-z]+)*)\b(?=[`\s]|$)", _code(page), re.MULTILINE)
-    }
-    assert {target for _, target in named} >= {"train", "test", "coverage", "soak"}
-    assert not {(page, target) for page, target in named if target not in targets}
-
-
-def _code(page: Path) -> str:
-    """Return what stands in code in a page; of other files all."""
-    text = page.read_text(encoding="utf-8")
-    return "\n".join(re.findall(r"```.*?```|`[^`\n]+`", text, re.DOTALL)) if page.suffix == ".md" else text
+    named = set()
+    for page in filter(Path.is_file, pages):
+        text = page.read_text(encoding="utf-8")
+        code = "\n".join(re.findall(r"```.*?```|`[^`\n]+`", text, re.DOTALL)) if page.suffix == ".md" else text
+        found = set(re.findall(r"(?:^|[`: ])make ([a-z]+(?:-[a-z]+)*)\b(?=[`\s]|$)", code, re.MULTILINE))
+        assert found <= targets, page.name
+        named |= found
+    assert named >= {"train", "test", "coverage", "soak"}

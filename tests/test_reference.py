@@ -20,11 +20,8 @@ LAYERS = [
         {**CONV, "padding": "same", "dilation": dilation, "weight": RNG.standard_normal((3, 3, 2 // groups, 4))}
         for groups, dilation in ((2, 1), (1, 2), (2, 3))
     ),
-    *(
-        {"kind": kind, "pool": 3, "stride": 2, "padding": padding}
-        for kind in ("maxpool2d", "avgpool2d")
-        for padding in ("valid", "auto", "floor")
-    ),
+    *({"kind": "maxpool2d", "pool": 3, "stride": 2, "padding": padding} for padding in ("valid", "auto", "floor")),
+    *({"kind": "avgpool2d", "pool": 3, "stride": 2, "padding": padding} for padding in ("valid", "auto", "floor")),
     *({"kind": kind} for kind in ("globalavgpool", "relu", "sigmoid", "tanh", "gelu", "flatten")),
     {"kind": "leakyrelu", "slope": 0.2},
     {"kind": "dropout", "rate": 0.4, "kept": RNG.random(X.shape) > 0.4},

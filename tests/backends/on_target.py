@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from cnnexp.backends.simd.compiler.emit import Target
 from cnnexp.backends.simd.compiler.host import host_target
 from cnnexp.backends.simd.runtime.program import SimdProgram
-from cnnexp.network import AvgPool2d, Conv2d, ConvStage, Flatten, Linear, MaxPool2d, Network, ReLU, Residual, Sigmoid
+from cnnexp.network import AvgPool2d, Conv2d, ConvStage, Flatten, Linear, MaxPool2d, ReLU, Residual, Sigmoid
 from cnnexp.network.shapes import walk
 
 HOST = host_target()
@@ -18,8 +18,6 @@ TARGETS = {
     "avx2": Target(lanes=8, registers=16),
     "wide": Target(lanes=16, registers=32),
 }
-FILTERS = Network((10, 8, 1), (Conv2d(32, 3, padding="same"), ReLU(), MaxPool2d(2), Flatten(), Linear(10)))
-
 NETWORKS = {
     "first": ((8, 6, 1), (Conv2d(32, 3, padding="same"), ReLU(), MaxPool2d(2), Flatten(), Linear(5))),
     "second": ((11, 13, 2), (

@@ -152,3 +152,14 @@ def test_threads_out_of_range(name):
     for threads in (0, -1, 10_000):
         with pytest.raises(ConfigError, match=rf"backend.threads={threads}: must be 1 to \d+"):
             backend_class(name)(threads=threads)
+
+
+@pytest.mark.parametrize("name", ["torch", "keras"])
+def test_the_number_of_pytorchs_threads_is_its_users(name):
+    torch = pytest.importorskip("torch")
+    if not is_here(name):
+        pytest.skip("what it needs is not installed")
+    before = torch.get_num_threads()
+    program, handle = started(backend_class(name)(threads=1), same_case(ONE_CONV), SGD(), 4)
+    program.predict(handle)
+    assert torch.get_num_threads() == before

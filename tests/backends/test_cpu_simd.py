@@ -94,8 +94,7 @@ def test_indices_and_labels_are_checked_before_compiled_code_trusts_them():
 
 def test_a_missing_number_reaches_the_loss():
     # a maximum over a window drops it in any order of comparison but one
-    network = Network((6, 6, 1), (Conv2d(2, 1), ReLU(), MaxPool2d(3), Flatten(), Linear(2)))
-    case = make_case(network)
+    case = make_case(Network((6, 6, 1), (Conv2d(2, 1), ReLU(), MaxPool2d(3), Flatten(), Linear(2))))
     program, whole = started(CpuSimd(1), case, SGD(), 5)
     assert np.isfinite(program.train(whole, np.arange(5), 0.0).loss)
     for row, column in np.ndindex(3, 3):
@@ -152,8 +151,7 @@ def test_an_update_rounds_as_numpy_does(optimizer):
 
 def test_exp_is_as_accurate_as_it_says():
     """Seen through a Sigmoid, which is exp(x) far below 0."""
-    network = Network((1,), (Linear(1), Sigmoid()))
-    program = CpuSimd().compile(network, Loss.BINARY_CROSS_ENTROPY, SGD(), 4)
+    program = CpuSimd().compile(Network((1,), (Linear(1), Sigmoid())), Loss.BINARY_CROSS_ENTROPY, SGD(), 4)
     program.restore({"parameters": np.array([1, 0], np.float32)})
     x = np.linspace(-80, 87, 1 << 16).astype(np.float32)
     exact = 1 / (1 + np.exp(-x.astype(np.float64)))

@@ -177,8 +177,7 @@ def test_an_algorithm_is_forced_and_one_that_is_none_refused(algorithm, message)
         network = OneConv(filters=4).network((8, 8, 1), 10)
         return CpuSimd(1, algorithms=(algorithm,)).compile(network, Loss.SOFTMAX_CROSS_ENTROPY, SGD(), 4)
 
-    program = compiled("conv1:channels")
-    assert {row.algorithm for row in program.explain() if "conv1" in row.layers} == {"channels"}
+    assert {row.algorithm for row in compiled("conv1:channels").explain() if "conv1" in row.layers} == {"channels"}
     with pytest.raises(ConfigError, match=message):
         compiled(algorithm)
 
@@ -195,8 +194,7 @@ def test_what_stands_between_convolutions_keeps_their_layout_and_shares_room():
     """No reorder around a pool, an activation or a dropout; an output that no backward pass reads has no room alone."""
     convolution = Conv2d(64, 3, padding="same", bias=False), BatchNorm2d()
     layers = *convolution, GELU(), MaxPool2d(3, 2, "floor+1"), Dropout(0.2), *convolution, AvgPool2d(2), *convolution
-    network = Network((16, 16, 64), (*layers, MaxPool2d(2), Flatten(), Linear(10)))
-    plan = Plan(network, AVX512, 1, 16)
+    plan = Plan(Network((16, 16, 64), (*layers, MaxPool2d(2), Flatten(), Linear(10))), AVX512, 1, 16)
     assert "reorder" not in {row.algorithm for row in plan.explain(2)}
     norms = [node for node in plan.nodes if node.algorithm == "batch-norm"]
     assert norms[1].y.offset in {node.dy.offset for node in plan.nodes}

@@ -31,8 +31,7 @@ def state(network, step=3):
 
 def shaped(name):
     """Return this machine's target, which computes the convolutions of "images" with channels in lanes."""
-    network = Network(*SHOWN[name])
-    return computed(network, TARGETS["host"], "channels") if name == "images" else TARGETS["host"]
+    return computed(Network(*SHOWN[name]), TARGETS["host"], "channels") if name == "images" else TARGETS["host"]
 
 
 @each(

@@ -36,8 +36,7 @@ def test_a_program_that_only_predicts_gives_the_oracles_scores(name):
 
 def test_batch_norm_costs_nothing_after_a_convolution():
     network = TIMED["vgg_norm"][1]
-    target = programs.replace(HOST, forward_only=True)
-    plan = Plan(Folded.of(network).network, target, 1, 8)
+    plan = Plan(Folded.of(network).network, programs.replace(HOST, forward_only=True), 1, 8)
     assert {layer for node in plan.nodes for layer in node.layers if "batchnorm" in layer} == set()
     assert [name for name, _ in plan.forward] == [row.kernel for row in plan.explain(1)]
     assert plan.backward == plan.gradients == plan.seams == []

@@ -47,8 +47,7 @@ def test_every_layer_has_a_vector_kernel(name):
 def test_statistics_are_of_the_whole_batch(target, algorithm):
     """19 images of two threads are several tiles of each, the last of them with lanes to spare."""
     cpu = computed(NORMED, TARGETS[target], algorithm)
-    nodes = make_plan(NORMED, cpu, 10).nodes
-    layouts = {type(node.x) for node in nodes if node.algorithm == "batch-norm"}
+    layouts = {type(node.x) for node in make_plan(NORMED, cpu, 10).nodes if node.algorithm == "batch-norm"}
     assert layouts == {NHWC if algorithm == "channels" else Blocked}
     check_case(OnTarget(cpu), make_case(NORMED, images=19))
 
