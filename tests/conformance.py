@@ -20,7 +20,6 @@ from cnnexp import SGD, Adam, AvgPool2d, BatchNorm2d, Dropout, Loss, MaxPool2d, 
 from cnnexp.backends import backend_class
 from cnnexp.errors import BackendUnavailable
 from cnnexp.network import Stage, noise
-from cnnexp.network.shapes import walk
 from cnnexp.optimizers import Optimizer
 
 TOLERANCE = 1e-5  # relative, of outputs and of every parameter's gradient
@@ -90,7 +89,7 @@ def _describe(stages: Iterable[Stage], flat: dict[str, np.ndarray], batch: np.nd
     layers: list[dict] = []
     for stage in stages:
         layer = stage.layer
-        found = {**vars(layer), "kind": type(layer).__name__.lower()}
+        found = {**vars(layer), "kind": type(layer).__name__.lower(), "averages": stage.running}
         if stage.weight:
             found["weight"] = stage.weight.view(flat["parameters"])
             found["bias"] = stage.bias.view(flat["parameters"]) if stage.bias else None
@@ -259,7 +258,8 @@ def oracle(case: Case, batch: np.ndarray) -> tuple:
     key = batch.tobytes()
     if key not in case.known:
         layers, losses, hits, gradient = _step(case, batch)
-        moved = _moved(case, layers) if case.network.running else None
+        moved = case.state.get("running", np.empty(0)).astype(np.float64)
+        _move(moved, layers)
         case.known[key] = losses, hits, gradient, moved, _uncancelled(case, batch)
     return case.known[key]
 
@@ -271,20 +271,13 @@ def _step(case: Case, batch: np.ndarray) -> tuple:
     return layers, losses, hits, flat_gradient(case, found)
 
 
-def _moved(case: Case, layers: list[dict]) -> np.ndarray:
-    """Return the running averages after the step that `layers` have been run in."""
-    flat = case.state["running"].astype(np.float64)
-    norms = [stage for stage in walk(case.network.stages) if isinstance(stage.layer, BatchNorm2d)]
-    for stage, layer in zip(norms, _norms(layers), strict=True):
-        for average, seen in zip(stage.running, layer["seen"], strict=True):
-            view = average.view(flat)
-            view += stage.layer.momentum * (seen - view)
-    return flat
-
-
-def _norms(layers: list[dict]) -> list[dict]:
-    inside = [_norms(layer["layers"]) if layer["kind"] == "residual" else [layer] for layer in layers]
-    return [layer for group in inside for layer in group if layer["kind"] == "batchnorm2d"]
+def _move(averages: np.ndarray, layers: list[dict]) -> None:
+    """Move flat running averages by what was seen in the step that `layers` have been run in."""
+    for layer in layers:
+        for average, seen in zip(layer["averages"], layer.get("seen", ()), strict=True):
+            view = average.view(averages)
+            view += layer["momentum"] * (seen - view)
+        _move(averages, layer.get("layers", []))
 
 
 def _uncancelled(case: Case, batch: np.ndarray) -> float:

@@ -67,11 +67,7 @@ def new_store() -> Callable[[Path], str]:
             making = empty.with_suffix(".making")
             subprocess.run([sys.executable, "-c", EMPTY_STORE, making], check=True, capture_output=True)
             making.rename(empty)
-
-    def new_store(folder: Path) -> str:
-        return f"sqlite:///{shutil.copy(empty, folder / 'mlflow.db')}"
-
-    return new_store
+    return lambda folder: f"sqlite:///{shutil.copy(empty, folder / 'mlflow.db')}"
 
 
 @pytest.fixture

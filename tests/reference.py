@@ -21,8 +21,7 @@ def geometry(size, window, stride, padding):
         return max((count - 1) * stride + window - size, 0) // 2, count
     if padding == "auto":
         padded = max(size, window)
-        while (padded - window) % stride:
-            padded += 1
+        padded += (window - padded) % stride
         return (padded - size) // 2, (padded - window) // stride + 1
     before = {"valid": 0, "full": window - 1}.get(padding, padding)
     return before, (size + 2 * before - window) // stride + 1

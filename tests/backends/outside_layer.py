@@ -56,8 +56,5 @@ class Unshuffle(Structural):
         return parts.reshape(-1, rows, columns, channels)
 
 
-ORACLE = (
-    lambda x, layer: Unshuffle().forward(x),
-    lambda x, y, dy, layer: (Unshuffle().backward(x, y, dy), None, None),
-)
+ORACLE = lambda x, layer: Unshuffle().forward(x), lambda x, y, dy, layer: (Unshuffle().backward(x, y, dy), None, None)
 """What `reference.LAYERS` has to know of it; in float64, as the arrays given are."""

@@ -9,15 +9,14 @@ from tables import each
 from cnnexp import SGD, Adam, Conv2d, Dropout, Flatten, Linear, Loss, MaxPool2d, Network, ReLU
 from cnnexp.backends.plain.numpy import Numpy
 from cnnexp.backends.simd.runtime.program import make_plan
+from cnnexp.testing import END
 
 SHOWN = {
     "rows": ((37,), (Dropout(0.5), Linear(3))),
     "lanes": ((4, 4, 3), (Dropout(0.5), Conv2d(3, 4), Flatten())),
-    "flattened": ((3, 5, 2), (Dropout(0.7), Flatten(), Linear(3))),
+    "flattened": ((3, 5, 2), (Dropout(0.7), *END)),
     "activations": ((6, 6, 1), (Conv2d(5, 3, bias=False), Dropout(0.5), Conv2d(3, 4), Flatten())),
-    "images": ((8, 8, 1), (
-        Conv2d(16, 3), ReLU(), Conv2d(16, 3), ReLU(), MaxPool2d(2), Dropout(0.5), Flatten(), Linear(3),
-    )),
+    "images": ((8, 8, 1), (Conv2d(16, 3), ReLU(), Conv2d(16, 3), ReLU(), MaxPool2d(2), Dropout(0.5), *END)),
     "rectified": ((5, 5, 2), (Conv2d(6, 2), ReLU(), MaxPool2d(2), Dropout(0.3), Flatten(), Dropout(0.6), Linear(3))),
 }  # fmt: skip
 """Networks whose last gradient has a factor of every number that a Dropout lets through."""

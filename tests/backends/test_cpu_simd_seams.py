@@ -17,14 +17,13 @@ from cnnexp.backends.simd.runtime.program import make_plan
 from cnnexp.network import BatchNorm2d, Conv2d, Flatten, GlobalAvgPool, Linear, MaxPool2d, Network, ReLU, Residual, Tanh
 from cnnexp.network.shapes import FlattenStage, walk
 
-BLOCK = (
-    *(Conv2d(11, 3, padding="same", bias=False), BatchNorm2d(), ReLU(), Conv2d(11, 3, padding="same")),
-    *(Residual((BatchNorm2d(0.3, 1e-2), Conv2d(11, 1))), BatchNorm2d()),
-)
+INNER = Residual((BatchNorm2d(0.3, 1e-2), Conv2d(11, 1)))
+CONV = Conv2d(11, 3, padding="same", bias=False)
+BLOCK = CONV, BatchNorm2d(), ReLU(), Conv2d(11, 3, padding="same"), INNER, BatchNorm2d()
 NORMED = Network((7, 6, 3), (
-    Conv2d(11, 3, padding="same", bias=False), BatchNorm2d(), ReLU(), Residual(BLOCK), ReLU(), MaxPool2d(2, 1),
-    Conv2d(5, 3, 2, "auto", bias=False), BatchNorm2d(), Tanh(), Residual((Residual((Tanh(),)),)), GlobalAvgPool(),
-    Linear(9), Residual((Linear(9), ReLU())), ReLU(), Linear(4),
+    CONV, BatchNorm2d(), ReLU(), Residual(BLOCK), ReLU(), MaxPool2d(2, 1), Conv2d(5, 3, 2, "auto", bias=False),
+    BatchNorm2d(), Tanh(), Residual((Residual((Tanh(),)),)), GlobalAvgPool(), Linear(9),
+    Residual((Linear(9), ReLU())), ReLU(), Linear(4),
 ))  # fmt: skip
 FLATTENED = Network((7, 6, 3), (
     Conv2d(5, 3), BatchNorm2d(), ReLU(), MaxPool2d(2, 1), Conv2d(5, 3, padding="same"), BatchNorm2d(),

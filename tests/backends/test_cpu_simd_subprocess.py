@@ -65,8 +65,7 @@ def cold(asked, tmp_path, monkeypatch):
 @pytest.fixture
 def compiler(tmp_path, monkeypatch):
     """Return compiler(function): from now on a child process has it for a compiler."""
-    paths = [str(tmp_path), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{ROOT}", prepend=os.pathsep)
     return lambda function: (tmp_path / "sitecustomize.py").write_text(SITE.format(compiler=function))
 
 
