@@ -45,7 +45,7 @@ def expected(case: Case, mnist: str | None = None) -> dict[str, np.ndarray]:
     images, labels = given.images.reshape(-1, *case.network.input_shape), given.labels.reshape(-1)
     if case.group == "inference":
         trial = conformance.Case(case.network, LOSS, given.parameters, given.images[0], given.labels[0])
-        scores = reference.forward(trial.layers, trial.float_images)[-1]
+        scores = reference.forward(trial.layers(), trial.float_images)[-1]
         powers = np.exp(scores - scores.max(axis=1, keepdims=True))
         return {"probabilities": powers / powers.sum(axis=1, keepdims=True)}
     still = replace(case, network=_without_dropout(case.network))
@@ -95,8 +95,8 @@ def mean_gradient(case: Case, parameters: np.ndarray, images: np.ndarray, labels
     at_once = count if case.network.running else CHUNK
     for start in range(0, count, at_once):
         chunk = slice(start, start + at_once)
-        layers = trial.training_layers(visiting_order(case)[:count][chunk])
-        _, losses, _, found = reference.gradients(layers, images[chunk], labels[chunk], conformance.loss_name(LOSS))
+        layers = trial.layers(visiting_order(case)[:count][chunk])
+        losses, _, found = reference.gradients(layers, images[chunk], labels[chunk], LOSS.name)
         loss += losses.sum() / count
         gradient += conformance.flat_gradient(trial, found) * len(losses) / count
     return loss, gradient

@@ -25,14 +25,9 @@ os.execv(sys.argv[3], sys.argv[3:])
 
 
 class Browser:
-    """Context manager: a page in a fresh Chromium.
+    """Context manager: a page in a fresh Chromium, whose profile is a folder of its own.
 
-    Args:
-        profile: a folder of its own.
-
-    Attributes:
-        requested: the addresses that it asked for since it began.
-        said: what its console said, errors and exceptions included.
+    It keeps the addresses that it `requested` since it began, and what its console `said`, exceptions included.
     """
 
     def __init__(self, profile):
@@ -49,8 +44,7 @@ class Browser:
         os.close(theirs_too)
         self._session = None
         (target,) = (t for t in self.call("Target.getTargets")["targetInfos"] if t["type"] == "page")
-        attached = self.call("Target.attachToTarget", targetId=target["targetId"], flatten=True)
-        self._session = attached["sessionId"]
+        self._session = self.call("Target.attachToTarget", targetId=target["targetId"], flatten=True)["sessionId"]
         for domain in ("Page", "Network", "Runtime", "Log"):
             self.call(f"{domain}.enable")
         return self

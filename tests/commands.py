@@ -25,26 +25,29 @@ RECORD_NOTHING = {"--cfg", "check", "explain", "help", "predict"}
 
 def cnnexp(*words: str, cwd: Path = ROOT) -> subprocess.CompletedProcess:
     """Return a command line of cnnexp after it has run, in a process of its own."""
-    command = [sys.executable, "-m", "cnnexp", *words]
-    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, check=False)
+    return subprocess.run([sys.executable, "-m", "cnnexp", *words], capture_output=True, text=True, cwd=cwd)
 
 
-def suite(*arguments: str, environ: dict[str, str], limit_s: float = 7200) -> str:
+def python(*words: object, cwd: Path = ROOT, env: dict[str, str] | None = None) -> str:
+    """Return what a Python program prints that ends well, in a process of its own."""
+    done = subprocess.run([sys.executable, *map(str, words)], cwd=cwd, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, f"exit code {done.returncode}\n{done.stdout[-4000:]}{done.stderr[-2000:]}"
+    return done.stdout
+
+
+def suite(*arguments: str, environ: dict[str, str]) -> str:
     """Return what tests print that run, and pass, in a process of its own with an environment."""
     environ = {name: value for name, value in environ.items() if name != "PYTEST_XDIST_WORKER"}
-    command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "-p", "no:xdist", *arguments]
-    done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=limit_s, check=False)
-    assert done.returncode == 0, f"exit code {done.returncode}\n{done.stdout[-4000:]}{done.stderr[-2000:]}"
-    assert " passed" in done.stdout
-    return done.stdout
+    printed = python("-m", "pytest", "-v", "-p", "no:cacheprovider", "-p", "no:xdist", *arguments, env=environ)
+    assert " passed" in printed
+    return printed
 
 
 @contextlib.contextmanager
 def starting(*words: str, **options) -> Iterator[subprocess.Popen]:
     """Give a command line of cnnexp that runs, in a process of its own whose streams are read as they come."""
-    command = [sys.executable, "-u", "-m", "cnnexp", *words]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen(command, **{"cwd": ROOT, **pipes, **options}) as process:
+    pipes = {"cwd": ROOT, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-u", "-m", "cnnexp", *words], **{**pipes, **options}) as process:
         yield process
 
 

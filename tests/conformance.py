@@ -12,23 +12,19 @@ import functools
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import assert_never
 
 import numpy as np
 import reference
 
-from cnnexp import SGD, Adam, AvgPool2d, BatchNorm2d, Conv2d, Dropout, Elementwise, Flatten, GlobalAvgPool, LeakyReLU
+from cnnexp import SGD, Adam, AvgPool2d, BatchNorm2d, Dropout, Loss, MaxPool2d, Network, Residual
 from cnnexp.backends import backend_class
 from cnnexp.errors import BackendUnavailable
-from cnnexp.network import Linear, MaxPool2d, Network, Residual, Stage, Structural, noise
-from cnnexp.network.losses import Loss
-from cnnexp.network.shapes import walk
+from cnnexp.network import Stage, noise
 from cnnexp.optimizers import Optimizer
 
-DESCENT = SGD(lr=0.1)
 TOLERANCE = 1e-5  # relative, of outputs and of every parameter's gradient
 SEED = 7  # of what Dropout draws
-INEXACT = ("sigmoid", "tanh", "gelu", "leaky_relu", "avg_pool", "global_avg_pool", "dropout", "batch_norm")
+INEXACT = ("sigmoid", "tanh", "gelu", "leakyrelu", "avgpool2d", "globalavgpool", "dropout", "batchnorm2d")
 CLEAR = 1e-4  # a decision between numbers closer than this, relative to the layer's largest, is blurred
 
 
@@ -57,13 +53,8 @@ class Case:
             state["running"] = np.random.default_rng(1).uniform(0.5, 1.5, self.network.running_count).astype(np.float32)
         return state
 
-    @property
-    def layers(self) -> list[dict]:
-        """The network as the oracle takes it, in `predict`."""
-        return self.training_layers(None)
-
-    def training_layers(self, batch: np.ndarray | None) -> list[dict]:
-        """Return the network as the oracle takes it, in the first training step, on these images."""
+    def layers(self, batch: np.ndarray | None = None) -> list[dict]:
+        """Return the network as the oracle takes it, in the first training step on these images, else in `predict`."""
         flat = {name: array.astype(np.float64) for name, array in self.state.items() if array.ndim}
         return _describe(self.network.stages, flat, batch)
 
@@ -90,52 +81,32 @@ def make_case(network, loss=Loss.SOFTMAX_CROSS_ENTROPY, images=5, seed=0, exact=
         parameters, pixels = rng.uniform(-1, 1, network.parameter_count), rng.standard_normal(shape)
         for parameter in network.parameters:
             parameter.view(parameters)[...] *= np.sqrt(3 / parameter.fan_in)  # keeps activations near 1
-    classes = 2 if loss == Loss.BINARY_CROSS_ENTROPY else network.output_shape[0]
-    labels = rng.integers(0, classes, images)
+    labels = rng.integers(0, 2 if loss == Loss.BINARY_CROSS_ENTROPY else network.output_shape[0], images)
     return Case(network, loss, parameters.astype(np.float32), pixels.astype(np.float32), labels, exact)
 
 
 def _describe(stages: Iterable[Stage], flat: dict[str, np.ndarray], batch: np.ndarray | None) -> list[dict]:
     layers: list[dict] = []
     for stage in stages:
-        weight = stage.weight.view(flat["parameters"]) if stage.weight else None
-        bias = stage.bias.view(flat["parameters"]) if stage.bias else None
-        found: dict = {"weight": weight, "bias": bias} if stage.weight else {}
-        match stage.layer:
-            case Conv2d(_, _, stride, padding, dilation=dilation):
-                found |= {"kind": "conv2d", "stride": stride, "padding": padding, "dilation": dilation}
-            case MaxPool2d(pool, stride, padding) | AvgPool2d(pool, stride, padding):
-                kind = "max_pool" if isinstance(stage.layer, MaxPool2d) else "avg_pool"
-                found |= {"kind": kind, "pool": pool, "stride": stride or pool, "padding": padding}
-            case GlobalAvgPool():
-                found["kind"] = "global_avg_pool"
-            case Residual(shortcut=shortcut):
-                found |= {"kind": "residual", "layers": _describe(stage.stages, flat, batch)}
-                if shortcut == "padded":
+        layer = stage.layer
+        found = {**vars(layer), "kind": type(layer).__name__.lower(), "averages": stage.running}
+        if stage.weight:
+            found["weight"] = stage.weight.view(flat["parameters"])
+            found["bias"] = stage.bias.view(flat["parameters"]) if stage.bias else None
+        match layer:
+            case MaxPool2d() | AvgPool2d():
+                found["stride"] = layer.stride or layer.pool
+            case Residual():
+                found["layers"] = _describe(stage.stages, flat, batch)
+                if layer.shortcut == "padded":
                     found["step"] = -(-stage.input_shape[0] // stage.output_shape[0])
-            case Dropout(rate):
-                found |= {"kind": "dropout", "rate": rate}
-                if batch is not None:
-                    key, size = noise.layer_key(SEED, 1, stage.name), math.prod(stage.output_shape)
-                    found["kept"] = noise.keeps(key, rate, batch, size).reshape(-1, *stage.output_shape)
-            case BatchNorm2d(_, epsilon):
-                found |= {"kind": "batch_norm", "epsilon": epsilon}
-                if batch is None:
-                    found["running"] = [average.view(flat["running"]) for average in stage.running]
-            case LeakyReLU(slope):
-                found |= {"kind": "leaky_relu", "slope": slope}
-            case Linear() | Elementwise() | Flatten() | Structural():
-                found["kind"] = type(stage.layer).__name__.lower()
-            case _:
-                assert_never(stage.layer)
+            case Dropout() if batch is not None:
+                key, size = noise.layer_key(SEED, 1, stage.name), math.prod(stage.output_shape)
+                found["kept"] = noise.keeps(key, layer.rate, batch, size).reshape(-1, *stage.output_shape)
+            case BatchNorm2d() if batch is None:
+                found["running"] = [average.view(flat["running"]) for average in stage.running]
         layers.append(found)
     return layers
-
-
-def loss_name(loss: Loss) -> str:
-    """Return what the oracle calls a loss."""
-    assert loss.label_smoothing in (0, reference.SMOOTHING)
-    return "smoothed_cross_entropy" if loss.label_smoothing else loss.name
 
 
 def decisions_are_clear(case: Case) -> bool:
@@ -145,9 +116,9 @@ def decisions_are_clear(case: Case) -> bool:
     come from terms that cancel, and are clear as long as the sums are exact.
     """
     last = {"kind": "binary" if case.loss == Loss.BINARY_CROSS_ENTROPY else "scores"}
-    passes = [(case.layers, case.float_images)]
+    passes = [(case.layers(), case.float_images)]
     if case.network.running or case.network.draws:
-        passes += [(case.training_layers(batch), case.float_images[batch]) for batch in case.batches]
+        passes += [(case.layers(batch), case.float_images[batch]) for batch in case.batches]
     return all(_clear([*layers, last], x, case.exact)[0] for layers, x in passes)
 
 
@@ -162,7 +133,7 @@ def _clear(layers: list[dict], x: np.ndarray, exact: bool) -> tuple[bool, bool]:
     """Return whether the decisions on the way of x through layers are clear, and whether sums still are exact."""
     whole = exact
     for layer in layers:
-        if layer["kind"] == "batch_norm" and "running" not in layer and not _spread(x):
+        if layer["kind"] == "batchnorm2d" and "running" not in layer and not _spread(x):
             return False, exact
         if layer["kind"] == "residual":
             clear, exact = _clear(layer["layers"], x, exact)
@@ -188,17 +159,16 @@ def _spread(x: np.ndarray) -> bool:
 def _gaps(layer: dict, x: np.ndarray) -> np.ndarray:
     """Return how far each decision that a layer takes on x is from being another one."""
     match layer["kind"]:
-        case "relu" | "leaky_relu":
+        case "relu" | "leakyrelu":
             return np.abs(x)
         case "binary":
             # a hit or not; and 1 - p, by which the gradient divides, has lost float32's last digits near 1
             return np.minimum(np.abs(x - 0.5), (0.5 - np.abs(x - 0.5)) / 100) * np.abs(x).max()
         case "scores":
             return np.diff(np.sort(x, axis=1)[:, -2:], axis=1)
-        case "max_pool":
+        case "maxpool2d":
             windows: dict[tuple, list] = {}
-            spots = reference.places(x.shape[1:3], layer["pool"], layer["stride"], layer["padding"])
-            for p, q, _, _, row, column in spots:
+            for p, q, _, _, row, column in reference.places(x, layer["pool"], layer):
                 windows.setdefault((p, q), []).append(x[:, row, column])
             return np.concatenate([np.diff(np.sort(w, axis=0)[-2:], axis=0).ravel() for w in windows.values()])
     return np.empty(0)
@@ -212,17 +182,12 @@ def flat_gradient(case: Case, found: list) -> np.ndarray:
     return flat
 
 
-def check_backend(
-    backend, network: Network, loss=Loss.SOFTMAX_CROSS_ENTROPY, images: int = 5, seed: int = 0, exact: bool = False
-) -> None:
+same_case = functools.cache(make_case)  # for all backends: the oracle finds its answers once
+
+
+def check_backend(backend, network: Network, **drawn) -> None:
     """Hold one backend to the whole contract on one network: outputs, gradients, training, state, repetition."""
-    case, optimizer = _same_case(network, loss, images, seed, exact), Adam(lr=0.01)
-    with compiled(backend, case, optimizer) as program:
-        check_answers(program, case)
-        check_steps(program, case, optimizer)
-
-
-_same_case = functools.cache(make_case)  # for all backends
+    check_case(backend, same_case(network, **drawn), Adam(lr=0.01))
 
 
 def is_here(name: str) -> bool:
@@ -232,34 +197,29 @@ def is_here(name: str) -> bool:
     return False
 
 
-@contextlib.contextmanager
-def compiled(backend, case: Case, optimizer: Optimizer):
-    """Give a program for the batches of a case; at its end it may be closed twice."""
-    program = backend.compile(case.network, case.loss, optimizer, max(len(case.images) - 1, 1))
-    try:
-        yield program
-    finally:
-        program.close()
-        program.close()
-
-
-def check_case(backend, case: Case) -> None:
-    with compiled(backend, case, DESCENT) as program:
-        check_answers(program, case)
+def check_case(backend, case: Case, optimizer: Optimizer | None = None, answers: bool = True) -> None:
+    """Compare scores, totals and the gradient of every parameter with the oracle; train where there is an optimizer."""
+    program = backend.compile(case.network, case.loss, optimizer or SGD(lr=0.1), max(len(case.images) - 1, 1))
+    with contextlib.closing(program), contextlib.closing(program):  # it may be closed twice
+        if answers:
+            program.restore(case.state)
+            handle = program.load(case.images, case.labels)
+            check_scores(program, handle, case)
+            for batch in case.batches:
+                check_gradients(program, handle, case, batch)
+        if optimizer:
+            check_steps(program, case, optimizer)
 
 
 def check_training(backend, case: Case, optimizer: Optimizer) -> None:
-    with compiled(backend, case, optimizer) as program:
-        check_steps(program, case, optimizer)
+    check_case(backend, case, optimizer, answers=False)
 
 
-def check_answers(program, case: Case) -> None:
-    """Compare scores, totals and the gradient of every parameter with the oracle; the last batch is a short one."""
+def started(backend, case: Case, optimizer: Optimizer, batch_size: int):
+    """Return a program in the state that a case begins with, and the handle of its images."""
+    program = backend.compile(case.network, case.loss, optimizer, batch_size)
     program.restore(case.state)
-    handle = program.load(case.images, case.labels)
-    check_scores(program, handle, case)
-    for batch in case.batches:
-        check_gradients(program, handle, case, batch)
+    return program, program.load(case.images, case.labels)
 
 
 def check_scores(program, handle, case: Case) -> None:
@@ -267,7 +227,7 @@ def check_scores(program, handle, case: Case) -> None:
     assert scores.dtype == np.float32
     assert scores.shape == (len(case.images), *case.network.output_shape)
     if "scores" not in case.known:
-        case.known["scores"] = reference.forward(case.layers, case.float_images)[-1]
+        case.known["scores"] = reference.forward(case.layers(), case.float_images)[-1]
     expected = case.known["scores"]
     assert _close(scores, expected), reference.relative_error(scores, expected)
 
@@ -297,28 +257,27 @@ def oracle(case: Case, batch: np.ndarray) -> tuple:
     """Return what the oracle finds in a batch: losses, hits, gradient, running averages after it, `_uncancelled`."""
     key = batch.tobytes()
     if key not in case.known:
-        layers = case.training_layers(batch)
-        images, labels = case.float_images[batch], case.labels[batch]
-        _, losses, hits, found = reference.gradients(layers, images, labels, loss_name(case.loss))
-        moved = _moved(case, layers) if case.network.running else None
-        case.known[key] = losses, hits, flat_gradient(case, found), moved, _uncancelled(case, batch)
+        layers, losses, hits, gradient = _step(case, batch)
+        moved = case.state.get("running", np.empty(0)).astype(np.float64)
+        _move(moved, layers)
+        case.known[key] = losses, hits, gradient, moved, _uncancelled(case, batch)
     return case.known[key]
 
 
-def _moved(case: Case, layers: list[dict]) -> np.ndarray:
-    """Return the running averages after the step that `layers` have been run in."""
-    flat = case.state["running"].astype(np.float64)
-    norms = [stage for stage in walk(case.network.stages) if isinstance(stage.layer, BatchNorm2d)]
-    for stage, layer in zip(norms, _norms(layers), strict=True):
-        for average, seen in zip(stage.running, layer["seen"], strict=True):
-            view = average.view(flat)
-            view += stage.layer.momentum * (seen - view)
-    return flat
+def _step(case: Case, batch: np.ndarray) -> tuple:
+    layers, loss = case.layers(batch), case.loss
+    images, labels = case.float_images[batch], case.labels[batch]
+    losses, hits, found = reference.gradients(layers, images, labels, loss.name, loss.label_smoothing)
+    return layers, losses, hits, flat_gradient(case, found)
 
 
-def _norms(layers: list[dict]) -> list[dict]:
-    inside = [_norms(layer["layers"]) if layer["kind"] == "residual" else [layer] for layer in layers]
-    return [layer for group in inside for layer in group if layer["kind"] == "batch_norm"]
+def _move(averages: np.ndarray, layers: list[dict]) -> None:
+    """Move flat running averages by what was seen in the step that `layers` have been run in."""
+    for layer in layers:
+        for average, seen in zip(layer["averages"], layer.get("seen", ()), strict=True):
+            view = average.view(averages)
+            view += layer["momentum"] * (seen - view)
+        _move(averages, layer.get("layers", []))
 
 
 def _uncancelled(case: Case, batch: np.ndarray) -> float:
@@ -327,10 +286,8 @@ def _uncancelled(case: Case, batch: np.ndarray) -> float:
     # the mean that a batch normalization takes away binds the images together
     whole = len(batch) > 8 or case.network.running
     for part in [batch] if whole else np.split(batch, len(batch)):
-        _, losses, _, found = reference.gradients(
-            case.training_layers(part), case.float_images[part], case.labels[part], loss_name(case.loss)
-        )
-        sizes.append(np.abs(flat_gradient(case, found)).max() / max(-np.expm1(-losses.max()), 1e-30))
+        _, losses, _, gradient = _step(case, part)
+        sizes.append(np.abs(gradient).max() / max(-np.expm1(-losses.max()), 1e-30))
     # a bias before a batch normalization has no gradient, only what rounding leaves of all its terms; nor a scale
     return float(np.mean(sizes)) * (30 if case.network.running else 1)
 

@@ -66,11 +66,7 @@ def new_store() -> Callable[[Path], str]:
             making = empty.with_suffix(".making")
             subprocess.run([sys.executable, "-c", EMPTY_STORE, making], check=True, capture_output=True)
             making.rename(empty)
-
-    def new_store(folder: Path) -> str:
-        return f"sqlite:///{shutil.copy(empty, folder / 'mlflow.db')}"
-
-    return new_store
+    return lambda folder: f"sqlite:///{shutil.copy(empty, folder / 'mlflow.db')}"
 
 
 @pytest.fixture
@@ -79,7 +75,6 @@ def run(monkeypatch, capsys, tmp_path):
     from cnnexp import __main__ as cli
     from cnnexp.app import hydra_app
 
-    monkeypatch.setenv("HYDRA_FULL_ERROR", "0")
     handler = signal.getsignal(signal.SIGTERM)
 
     def run(*arguments: str) -> tuple[int, str, str]:
@@ -89,7 +84,7 @@ def run(monkeypatch, capsys, tmp_path):
         monkeypatch.setattr(hydra_app, "_failures", [])
         monkeypatch.setattr(hydra_app, "_recorders", {})
         monkeypatch.setattr(hydra_app.SweepCallback, "started", None)
-        os.environ["HYDRA_FULL_ERROR"] = "0"
+        monkeypatch.setenv("HYDRA_FULL_ERROR", "0")
         try:
             cli.main()
             code = 0

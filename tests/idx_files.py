@@ -20,12 +20,11 @@ def idx_bytes(array: np.ndarray, kind: int = 0x08) -> bytes:
     return struct.pack(f">I{array.ndim}I", kind << 8 | array.ndim, *array.shape) + array.tobytes()
 
 
-def small_set(train: int = 30, test: int = 10, side: int = 28) -> dict[str, bytes]:
-    """Return the four files of a small set, by name; image n is filled with n, its label is n mod 10."""
+def small_set() -> dict[str, bytes]:
+    """Return the four files of 30 and 10 images, by name; image n is filled with n, its label is n mod 10."""
     arrays = []
-    for count in (train, test):
-        n = np.arange(count, dtype=np.uint8)
-        arrays += [np.broadcast_to(n[:, None, None], (count, side, side)), n % 10]
+    for n in (np.arange(30, dtype=np.uint8), np.arange(10, dtype=np.uint8)):
+        arrays += [np.broadcast_to(n[:, None, None], (len(n), 28, 28)), n % 10]
     return dict(zip(NAMES, map(idx_bytes, arrays), strict=True))
 
 

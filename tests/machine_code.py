@@ -9,19 +9,19 @@ from __future__ import annotations
 import ctypes
 import functools
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import llvmlite.binding as llvm
 import numpy as np
 import reference
 from llvmlite import ir
 
+from cnnexp import SGD, Totals
 from cnnexp.backends.simd.algorithms import update
 from cnnexp.backends.simd.compiler.emit import FLOAT, INDEX, call_kernels
 from cnnexp.backends.simd.compiler.host import target_of
 from cnnexp.backends.simd.layouts import aligned_zeros
 from cnnexp.backends.simd.runtime.program import make_plan
-from cnnexp.network.losses import Totals
 
 llvm.initialize_all_targets()
 llvm.initialize_all_asmprinters()
@@ -85,18 +85,6 @@ CPUS = {
 }
 
 
-def kernel_module(cpu: Cpu, plan, optimizer) -> str:
-    """Return LLVM's text of four functions, each of which runs the kernels of a part of a step."""
-    module = ir.Module("kernels")
-    module.triple = cpu.triple
-    step = [("update", functools.partial(update.update, optimizer=optimizer))]
-    add_function(module, "gather", plan.target, plan.gather["float32"], [FLOAT, INDEX, FLOAT])
-    add_function(module, "forward", plan.target, plan.forward, [FLOAT] * 3)
-    add_function(module, "backward", plan.target, [*plan.backward, *plan.gradients], [FLOAT] * 3)
-    add_function(module, "update", plan.target, step, [FLOAT] * 5)
-    return str(module)
-
-
 def add_function(module: ir.Module, name: str, target, kernels, buffers: list[ir.Type]) -> None:
     kind = ir.FunctionType(ir.VoidType(), [*(buffer.as_pointer() for buffer in buffers), INDEX])
     function = ir.Function(module, kind, name)
@@ -105,9 +93,10 @@ def add_function(module: ir.Module, name: str, target, kernels, buffers: list[ir
     builder.ret_void()
 
 
-def optimized(text: str, machine: llvm.TargetMachine) -> llvm.ModuleRef:
-    """Return a module after LLVM's passes, those that Numba runs."""
-    module = llvm.parse_assembly(text)
+def optimized(written: ir.Module, cpu: Cpu) -> llvm.ModuleRef:
+    """Return a module for a CPU after LLVM's passes, those that Numba runs."""
+    written.triple, machine = cpu.triple, cpu.machine()
+    module = llvm.parse_assembly(str(written))
     module.verify()
     options = llvm.create_pipeline_tuning_options(speed_level=3)
     options.loop_vectorization, options.slp_vectorization = True, False
@@ -116,8 +105,9 @@ def optimized(text: str, machine: llvm.TargetMachine) -> llvm.ModuleRef:
     return module
 
 
-def check_assembly(cpu: Cpu, text: str) -> None:
-    """Look for what the CPU cannot execute, and for calls of functions that do not exist."""
+def checked_assembly(cpu: Cpu, module: llvm.ModuleRef) -> str:
+    """Return the assembly, looked over for what the CPU cannot execute and for calls of functions that do not exist."""
+    text = cpu.machine().emit_assembly(module)
     assert "llvm." not in text, "an intrinsic has become a call"
     labels = set(re.findall(r'^"?([^\s"#/]+?)"?:', text, re.MULTILINE))
     called = set(re.findall(r'^\s+(?:callq?|bl|blr)\s+"?([^\s"]+)', text, re.MULTILINE))
@@ -125,28 +115,30 @@ def check_assembly(cpu: Cpu, text: str) -> None:
     for pattern in cpu.lacks:
         found = re.search(rf".*({pattern}).*", text)
         assert not found, f"{cpu.name} has no {found[0].strip()}"
+    return text
 
 
 class KernelProgram:
-    """As much of a `Program` as one step of training needs: softmax cross-entropy, a tile of images at a time."""
+    """As much of a `Program` as one step of SGD needs: softmax cross-entropy, a tile of images at a time."""
 
-    def __init__(self, cpu: Cpu, network, optimizer, batch_size: int, forced=(), target=None) -> None:
-        self.network, self.optimizer, self.batch_size = network, optimizer, batch_size
-        self.plan = make_plan(network, replace(target or cpu.target, forced=forced), batch_size)
-        module = optimized(kernel_module(cpu, self.plan, optimizer), cpu.machine())
-        self._cpu, self._module = cpu, module.clone()
+    def __init__(self, cpu: Cpu, network, batch_size: int, target) -> None:
+        self._cpu, self.plan, written = cpu, make_plan(network, target, batch_size), ir.Module("kernels")
+        plan, step = self.plan, [("update", functools.partial(update.update, optimizer=SGD()))]
+        add_function(written, "gather", plan.target, plan.gather["float32"], [FLOAT, INDEX, FLOAT])
+        add_function(written, "forward", plan.target, plan.forward, [FLOAT] * 3)
+        add_function(written, "backward", plan.target, [*plan.backward, *plan.gradients], [FLOAT] * 3)
+        add_function(written, "update", plan.target, step, [FLOAT] * 5)
+        module = optimized(written, cpu)
+        self._module = module.clone()
         if cpu.runs_here:
             self._engine = llvm.create_mcjit_compiler(module, cpu.machine("jitdefault"))
             self._engine.finalize_object()
-        size = self.plan.parameters.size
-        self._parameters, self._gradients = aligned_zeros((2, size))
-        self._arena = self.plan.arena.make(1)[0]
+        self._parameters, self._gradients = aligned_zeros((2, plan.parameters.size))
+        self._arena = plan.arena.make(1)[0]
 
     def read(self) -> str:
         """Return the assembly, looked over."""
-        assembly = self._cpu.machine().emit_assembly(self._module)
-        check_assembly(self._cpu, assembly)
-        return assembly
+        return checked_assembly(self._cpu, self._module)
 
     def restore(self, state) -> None:
         self.plan.parameters.pack(state["parameters"], self._parameters)
@@ -176,8 +168,7 @@ class KernelProgram:
         return Totals(losses, hits, len(indices)), found
 
     def apply(self, gradient, rate) -> None:
-        """Do the first step of the optimizer."""
-        numbers = np.array([rate, *self.optimizer.constants(1)], np.float32)
+        numbers = np.array([rate, *SGD().constants(1)], np.float32)
         slots = aligned_zeros((2, len(self._parameters)))
         self.plan.parameters.pack(gradient, self._gradients)
         self._run("update", self._parameters, self._gradients, *slots, numbers, len(self._parameters))
@@ -199,9 +190,6 @@ class KernelProgram:
 
 def assembly_of(cpu: Cpu, target, kernels, buffers: list[ir.Type]) -> str:
     """Return the assembly of one function that runs kernels, looked over."""
-    module, machine = ir.Module("kernels"), cpu.machine()
-    module.triple = cpu.triple
+    module = ir.Module("kernels")
     add_function(module, "kernels", target, kernels, buffers)
-    assembly = machine.emit_assembly(optimized(str(module), machine))
-    check_assembly(cpu, assembly)
-    return assembly
+    return checked_assembly(cpu, optimized(module, cpu))

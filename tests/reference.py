@@ -1,6 +1,6 @@
 """The oracle: networks, losses and optimizers in float64, written to be read, and importing nothing from cnnexp.
 
-A network is a list of dicts, one per layer: `kind` and what the layer needs, e.g.
+A network is a list of dicts, one per layer: `kind`, its class in lower case, and what the layer needs, e.g.
 `{"kind": "conv2d", "weight": w, "bias": b, "stride": 1, "padding": "same"}`. Images are (N, H, W, C).
 """
 
@@ -21,32 +21,31 @@ def geometry(size, window, stride, padding):
         return max((count - 1) * stride + window - size, 0) // 2, count
     if padding == "auto":
         padded = max(size, window)
-        while (padded - window) % stride:
-            padded += 1
+        padded += (window - padded) % stride
         return (padded - size) // 2, (padded - window) // stride + 1
     before = {"valid": 0, "full": window - 1}.get(padding, padding)
     return before, (size + 2 * before - window) // stride + 1
 
 
-def reach(window, dilation):
-    """Return the side of what a window covers, its elements `dilation` pixels apart."""
-    return (window - 1) * dilation + 1
+def axes(x, window, layer):
+    """Return the geometry of rows and of columns of images x, the elements of a window `dilation` pixels apart."""
+    covered = (window - 1) * layer.get("dilation", 1) + 1
+    return [geometry(size, covered, layer["stride"], layer["padding"]) for size in x.shape[1:3]]
 
 
-def places(shape, window, stride, padding, dilation=1):
-    """Yield (p, q, i, j, row, column) of every window element that lies on a pixel of an image (H, W)."""
-    (top, rows), (left, columns) = (geometry(size, reach(window, dilation), stride, padding) for size in shape)
-    for p in range(rows):
-        for q in range(columns):
-            for i in range(window):
-                for j in range(window):
-                    row, column = p * stride + i * dilation - top, q * stride + j * dilation - left
-                    if 0 <= row < shape[0] and 0 <= column < shape[1]:
-                        yield p, q, i, j, row, column
+def places(x, window, layer):
+    """Yield (p, q, i, j, row, column) of every window element that lies on a pixel of images x."""
+    (top, rows), (left, columns) = axes(x, window, layer)
+    stride, dilation = layer["stride"], layer.get("dilation", 1)
+    for p, q, i, j in np.ndindex(rows, columns, window, window):
+        row, column = p * stride + i * dilation - top, q * stride + j * dilation - left
+        if 0 <= row < x.shape[1] and 0 <= column < x.shape[2]:
+            yield p, q, i, j, row, column
 
 
-def output_shape(x, window, stride, padding, channels):
-    return (len(x), *(geometry(size, window, stride, padding)[1] for size in x.shape[1:3]), channels)
+def filled(value, x, window, layer, channels):
+    """Return an output whose every number is a value."""
+    return np.full((len(x), *(count for _, count in axes(x, window, layer)), channels), value)
 
 
 def by_group(x, count):
@@ -55,30 +54,28 @@ def by_group(x, count):
 
 
 def conv2d(x, layer):
-    w, dilation = layer["weight"], layer.get("dilation", 1)
-    y = np.zeros(output_shape(x, reach(len(w), dilation), layer["stride"], layer["padding"], w.shape[3]))
-    count = x.shape[3] // w.shape[2]
+    w = layer["weight"]
+    y, count = filled(0.0, x, len(w), layer, w.shape[3]), x.shape[3] // w.shape[2]
     inputs, weights, outputs = (by_group(array, count) for array in (x, w, y))
-    for p, q, i, j, row, column in places(x.shape[1:3], len(w), layer["stride"], layer["padding"], dilation):
+    for p, q, i, j, row, column in places(x, len(w), layer):
         outputs[:, p, q] += np.einsum("ngc,cgf->ngf", inputs[:, row, column], weights[i, j])
     return y if layer["bias"] is None else y + layer["bias"]
 
 
 def conv2d_backward(x, y, dy, layer):
-    w, dilation = layer["weight"], layer.get("dilation", 1)
+    w = layer["weight"]
     dx, dw, count = np.zeros_like(x), np.zeros_like(w), x.shape[3] // w.shape[2]
     inputs, weights, d_outputs, d_inputs, d_weights = (by_group(array, count) for array in (x, w, dy, dx, dw))
-    for p, q, i, j, row, column in places(x.shape[1:3], len(w), layer["stride"], layer["padding"], dilation):
+    for p, q, i, j, row, column in places(x, len(w), layer):
         d_inputs[:, row, column] += np.einsum("ngf,cgf->ngc", d_outputs[:, p, q], weights[i, j])
         d_weights[i, j] += np.einsum("ngc,ngf->cgf", inputs[:, row, column], d_outputs[:, p, q])
     return dx, dw, dy.sum(axis=(0, 1, 2))
 
 
-def max_pool(x, layer, where=None):
+def maxpool2d(x, layer, where=None):
     """Return the largest value of every window; leave in `where` the (row, column) of the first pixel that has it."""
-    pool, stride = layer["pool"], layer["stride"]
-    y = np.full(output_shape(x, pool, stride, layer["padding"], x.shape[3]), -np.inf)
-    for p, q, _, _, row, column in places(x.shape[1:3], pool, stride, layer["padding"]):
+    y = filled(-np.inf, x, layer["pool"], layer, x.shape[3])
+    for p, q, _, _, row, column in places(x, layer["pool"], layer):
         larger = x[:, row, column] > y[:, p, q]
         y[:, p, q][larger] = x[:, row, column][larger]
         if where is not None:
@@ -86,30 +83,28 @@ def max_pool(x, layer, where=None):
     return y
 
 
-def max_pool_backward(x, y, dy, layer):
+def maxpool2d_backward(x, y, dy, layer):
     dx, where = np.zeros_like(x), np.zeros((*dy.shape, 2), int)
-    max_pool(x, layer, where)
+    maxpool2d(x, layer, where)
     n, _, _, c = np.indices(dy.shape)
     np.add.at(dx, (n, where[..., 0], where[..., 1], c), dy)
     return dx, None, None
 
 
-def window_sizes(shape, layer):
-    """Return how many pixels of an image (H, W) each window covers, (U, V, 1)."""
-    return avg_pool(np.ones((1, *shape, 1)), layer, summed=True)[0]
-
-
-def avg_pool(x, layer, summed=False):
-    pool, stride = layer["pool"], layer["stride"]
-    y = np.zeros(output_shape(x, pool, stride, layer["padding"], x.shape[3]))
-    for p, q, _, _, row, column in places(x.shape[1:3], pool, stride, layer["padding"]):
+def window_sums(x, layer):
+    y = filled(0.0, x, layer["pool"], layer, x.shape[3])
+    for p, q, _, _, row, column in places(x, layer["pool"], layer):
         y[:, p, q] += x[:, row, column]
-    return y if summed else y / window_sizes(x.shape[1:3], layer)
+    return y
 
 
-def avg_pool_backward(x, y, dy, layer):
-    dx, share = np.zeros_like(x), dy / window_sizes(x.shape[1:3], layer)
-    for p, q, _, _, row, column in places(x.shape[1:3], layer["pool"], layer["stride"], layer["padding"]):
+def avgpool2d(x, layer):
+    return window_sums(x, layer) / window_sums(np.ones_like(x[:1]), layer)
+
+
+def avgpool2d_backward(x, y, dy, layer):
+    dx, share = np.zeros_like(x), dy / window_sums(np.ones_like(x[:1]), layer)
+    for p, q, _, _, row, column in places(x, layer["pool"], layer):
         dx[:, row, column] += share[:, p, q]
     return dx, None, None
 
@@ -117,7 +112,7 @@ def avg_pool_backward(x, y, dy, layer):
 erf = np.vectorize(math.erf, otypes=[float])
 ELEMENTWISE = {  # y of (x, layer), and dy/dx of (x, y, layer)
     "relu": (lambda x, layer: np.where(x > 0, x, 0.0), lambda x, y, layer: x > 0),
-    "leaky_relu": (
+    "leakyrelu": (
         lambda x, layer: np.where(x > 0, x, layer["slope"] * x),
         lambda x, y, layer: np.where(x > 0, 1, layer["slope"]),
     ),
@@ -135,11 +130,11 @@ def chain_rule(derivative):
     return lambda x, y, dy, layer: (dy * derivative(x, y, layer), None, None)
 
 
-def global_avg_pool(x, layer):
+def globalavgpool(x, layer):
     return x.mean(axis=(1, 2))
 
 
-def global_avg_pool_backward(x, y, dy, layer):
+def globalavgpool_backward(x, y, dy, layer):
     return np.broadcast_to(dy[:, None, None] / (x.shape[1] * x.shape[2]), x.shape), None, None
 
 
@@ -160,24 +155,23 @@ def linear_backward(x, y, dy, layer):
     return dy @ layer["weight"].T, x.T @ dy, dy.sum(axis=0)
 
 
+def shortcut(x, layer):
+    """Return a view of the pixels that are added, every `step`-th: option A of He et al. 2016, section 4.2."""
+    return x[:, :: layer["step"], :: layer["step"]] if "step" in layer else x
+
+
 def residual(x, layer):
-    y, step = forward(layer["layers"], x)[-1], layer.get("step")
-    if step:  # option A of He et al. 2016, section 4.2
-        y = y.copy()
-        y[..., : x.shape[3]] += x[:, ::step, ::step]
-        return y
-    return x + y
+    y = forward(layer["layers"], x)[-1].copy()
+    y[..., : x.shape[-1]] += shortcut(x, layer)
+    return y
 
 
 def residual_backward(x, y, dy, layer):
     """Return dx, and in the place of dw what `backward` found of the layers inside."""
     dx, found = backward(layer["layers"], forward(layer["layers"], x), dy)
-    step = layer.get("step")
-    if step:
-        dx = dx.copy()
-        dx[:, ::step, ::step] += dy[..., : x.shape[3]]
-        return dx, found, None
-    return dx + dy, found, None
+    dx = dx.copy()
+    shortcut(dx, layer)[...] += dy[..., : x.shape[-1]]
+    return dx, found, None
 
 
 def dropout(x, layer):
@@ -189,7 +183,7 @@ def dropout_backward(x, y, dy, layer):
     return dy * layer["kept"] / (1 - layer["rate"]), None, None
 
 
-def batch_norm(x, layer):
+def batchnorm2d(x, layer):
     """Without `running` averages, (mean, variance), a step of training: what they move towards is left in `layer`."""
     mean, variance = layer.get("running", (x.mean(axis=(0, 1, 2)), x.var(axis=(0, 1, 2))))
     count = x[..., 0].size
@@ -197,7 +191,7 @@ def batch_norm(x, layer):
     return (x - mean) / np.sqrt(variance + layer["epsilon"]) * layer["weight"] + layer["bias"]
 
 
-def batch_norm_backward(x, y, dy, layer):
+def batchnorm2d_backward(x, y, dy, layer):
     """Ioffe and Szegedy 2015, section 3, in its three steps: through the variance, the mean, and x itself."""
     axes, count = (0, 1, 2), x[..., 0].size
     centred, deviation = x - x.mean(axis=axes), np.sqrt(x.var(axis=axes) + layer["epsilon"])
@@ -208,7 +202,7 @@ def batch_norm_backward(x, y, dy, layer):
     return dx, (dy * centred / deviation).sum(axis=axes), dy.sum(axis=axes)
 
 
-KINDS = ["conv2d", "max_pool", "avg_pool", "global_avg_pool", "linear", "flatten", "dropout", "batch_norm", "residual"]
+KINDS = ["conv2d", "maxpool2d", "avgpool2d", "globalavgpool", "linear", "flatten", "dropout", "batchnorm2d", "residual"]
 LAYERS = {
     **{kind: (globals()[kind], globals()[f"{kind}_backward"]) for kind in KINDS},
     **{kind: (rule, chain_rule(derivative)) for kind, (rule, derivative) in ELEMENTWISE.items()},
@@ -261,17 +255,15 @@ def mean_squared_error(scores, labels):
 
 
 LOSSES = {f.__name__: f for f in (softmax_cross_entropy, binary_cross_entropy, mean_squared_error)}
-LOSSES["smoothed_cross_entropy"] = lambda scores, labels: softmax_cross_entropy(scores, labels, SMOOTHING)
-SMOOTHING = 0.1
 
 
-def gradients(network, x, labels, loss):
-    """Return (scores, losses, hits, [gradient of every parameter]): the mean loss's gradients."""
+def gradients(network, x, labels, loss, smoothing=0.0):
+    """Return (losses, hits, [gradient of every parameter]): the mean loss's gradients."""
     values = forward(network, x)
     scores = values[-1]
-    losses, dy = LOSSES[loss](scores, labels)
+    losses, dy = LOSSES[loss](scores, labels, *([smoothing] if smoothing else []))
     predicted = scores[:, 0] >= 0.5 if loss == "binary_cross_entropy" else scores.argmax(axis=1)
-    return scores, losses, predicted == labels, backward(network, values, dy)[1]
+    return losses, predicted == labels, backward(network, values, dy)[1]
 
 
 # The optimizers as published, one step each: `w`, `g` arrays, `memory` a dict that starts empty, `t` = 1, 2, ...

@@ -20,12 +20,11 @@ def renderings(digit, seed=0):
     tight = dark[rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1]
     ink = np.zeros((280, 280, 4), np.uint8)
     ink[:, :, 3] = large  # black ink; where there is none, nothing
-    blue = np.stack([dark, dark, np.maximum(dark, 120)], axis=2)
     return {
         "28 pixels": opaque(digit),
         "280 pixels": opaque(large),
         "dark on light": opaque(dark),
-        "RGB": opaque(blue),
+        "RGB": opaque(np.stack([dark, dark, np.maximum(dark, 120)], axis=2)),
         "RGBA": opaque(255 - np.stack([digit] * 3, axis=2)),
         "transparent": ink,
         "margin": opaque(margin),

@@ -4,13 +4,11 @@ import ast
 import graphlib
 import itertools
 import re
-import subprocess
-import sys
-from pathlib import Path
 
+from commands import ROOT, python
 from tables import each
 
-PACKAGE = Path(__file__).resolve().parent.parent / "cnnexp"
+PACKAGE = ROOT / "cnnexp"
 
 # bottom to top; a room (a folder or a lone module of cnnexp/) uses what lies below it, and nothing beside it
 FLOORS = (
@@ -37,14 +35,12 @@ ONLY_IN = {
     "onnxruntime": {"cnnexp.app.export"},
     "matplotlib": {"cnnexp.papers.figures", "cnnexp.tracking.figures"},
 }
-MOST_ENTRIES = 13  # at the top of cnnexp/, the two that Python itself asks for left out
 
 
-def name_of(path: Path) -> str:
-    return ".".join(("cnnexp", *path.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(".__init__")
-
-
-MODULES = {name_of(path): path for path in sorted(PACKAGE.rglob("*.py"))}
+MODULES = {
+    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+    for path in sorted(PACKAGE.rglob("*.py"))
+}
 TREES = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in MODULES.items()}
 
 
@@ -68,12 +64,11 @@ def imports(name: str, tree: ast.AST) -> set[str]:
 
 
 def named_in(text: str, folder: str) -> set[str]:
+    module = text.partition(":")[0]
     # a class by its dotted name is Hydra's way to name code, and hydra_app's own is one that `config_security` allows
     if re.fullmatch(r"cnnexp(\.[a-z_]+)+(:\w+)?", text):
-        return {text.partition(":")[0]}
-    if re.fullmatch(r"\w+(\.\w+)*:\w+", text) and (relative := f"{folder}.{text.partition(':')[0]}") in MODULES:
-        return {relative}
-    return set()
+        return {module}
+    return {f"{folder}.{module}"} & MODULES.keys() if re.fullmatch(r"\w+(\.\w+)*:\w+", text) else set()
 
 
 GRAPH = {name: imports(name, tree) for name, tree in TREES.items()}
@@ -85,15 +80,15 @@ def room(module: str) -> str:
 
 def faults(name: str, imported: set[str]) -> list[str]:
     """Return what a module, anywhere but in the root, may not import of the package."""
-    own = sorted(found for found in imported if found == "cnnexp" or found.startswith("cnnexp."))
-    unknown = [f"{name} names {found}, which is none of our modules" for found in own if found not in MODULES]
-    rooms = {found: room(found) for found in own if found in MODULES and found != "cnnexp"}
-    upward = [
-        f"{name} ({room(name)}) imports {found}, which is not below it"
-        for found, there in rooms.items()
-        if there != room(name) and LEVELS[there] >= LEVELS[room(name)]
-    ]
-    return unknown + upward + [f"{name} imports the root" for found in own if found == "cnnexp"]
+    faults = []
+    for found in sorted(found for found in imported if f"{found}.".startswith("cnnexp.")):
+        if found not in MODULES:
+            faults.append(f"{name} names {found}, which is none of our modules")
+        elif found == "cnnexp":
+            faults.append(f"{name} imports the root")
+        elif room(found) != room(name) and LEVELS[room(found)] >= LEVELS[room(name)]:
+            faults.append(f"{name} ({room(name)}) imports {found}, which is not below it")
+    return faults
 
 
 def circle(graph: dict[str, set[str]]) -> list[str]:
@@ -133,23 +128,20 @@ def test_an_import_that_points_up_is_found(name, source):
 
 
 def test_backends_know_no_config_and_no_loop():
-    used = [(name, found) for name in MODULES if name.startswith("cnnexp.backends") for found in GRAPH[name]]
-    assert not [pair for pair in used if pair[1].startswith("cnnexp.") and room(pair[1]) not in BACKENDS_KNOW]
+    for name in (name for name in MODULES if name.startswith("cnnexp.backends")):
+        assert {room(found) for found in GRAPH[name] if found.startswith("cnnexp.")} <= BACKENDS_KNOW, name
 
 
 def test_rooms_of_simd_use_what_lies_below():
-    def floor(module: str) -> int:
-        return SIMD_FLOORS.index(module.split(".")[3])
-
-    for name in (name for name in MODULES if name.startswith("cnnexp.backends.simd.")):
-        below = [found for found in GRAPH[name] if found.startswith("cnnexp.backends.simd.") and found in MODULES]
-        assert not [(name, found) for found in below if floor(found) > floor(name)]
-        assert "cnnexp.backends.simd" not in GRAPH[name], name
+    simd = "cnnexp.backends.simd"
+    floors = {name: SIMD_FLOORS.index(name.split(".")[3]) for name in MODULES if name.startswith(f"{simd}.")}
+    for name, floor in floors.items():
+        assert not [found for found in GRAPH[name] if found == simd or floors.get(found, 0) > floor], name
 
 
 def test_the_package_can_be_taken_in_at_a_glance():
-    entries = [path.name for path in PACKAGE.iterdir() if not path.name.startswith("__")]
-    assert len(entries) <= MOST_ENTRIES, sorted(entries)
+    entries = [path.name for path in PACKAGE.iterdir() if not path.name.startswith("__")]  # what Python asks for
+    assert len(entries) <= 13, sorted(entries)
 
 
 def test_heavy_libraries_stay_where_they_belong_and_nothing_prints_or_evaluates_text():
@@ -158,14 +150,8 @@ def test_heavy_libraries_stay_where_they_belong_and_nothing_prints_or_evaluates_
         for library, homes in ONLY_IN.items():
             assert library not in roots or name in homes, f"{name} imports {library}"
         assert "numba" not in roots or name.startswith("cnnexp.backends."), f"{name} imports numba"
-
-    called = [
-        (name, node.func.id)
-        for name, tree in TREES.items()
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
-    ]
-    assert not [call for call in called if call[1] in ("print", "eval", "exec")]
+        calls = [node.func for node in ast.walk(TREES[name]) if isinstance(node, ast.Call)]
+        assert not {"print", "eval", "exec"} & {called.id for called in calls if isinstance(called, ast.Name)}, name
 
 
 def test_no_two_names_beside_each_other_differ_by_a_suffix():
@@ -186,5 +172,4 @@ LATE = {  # what is done, and what it has not imported
 
 def test_no_heavy_library_is_imported_before_it_is_needed():
     code = "import sys\n" + "\n".join(f"{step}\nprint(*{heavy} & set(sys.modules))" for step, heavy in LATE.items())
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=PACKAGE.parent)
-    assert done.stdout.split() == []
+    assert python("-c", code).split() == []

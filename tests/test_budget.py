@@ -4,19 +4,18 @@ import ast
 import subprocess
 import tomllib
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
+from commands import ROOT
 
-ROOT = Path(__file__).resolve().parent.parent
 BUDGET = tomllib.loads((ROOT / "tests" / "budget.toml").read_text(encoding="utf-8"))
 ROOMS = BUDGET["rooms"]
 COMPILERS = {"task", "kernel", "njit", "jit", "intrinsic"}  # what decorates a kernel
 
 
-@dataclass(frozen=True)
-class Function:
+class Function(NamedTuple):
     """A function's own lines, those of functions within it left out, and its parameters, `self` left out."""
 
     name: str
@@ -27,8 +26,8 @@ class Function:
 
 def room_of(path: Path) -> str:
     """Return the innermost folder with a budget that holds a module: `backends/gpu/fused`; "" is the root."""
-    folders = [path.parent, *path.parent.parents]
-    names = [f.relative_to(ROOT / "cnnexp").as_posix() for f in folders if f.is_relative_to(ROOT / "cnnexp")]
+    folder = path.parent.relative_to(ROOT / "cnnexp")
+    names = [one.as_posix() for one in (folder, *folder.parents)]
     return next((name for name in names if name in ROOMS), names[0]).replace(".", "root")
 
 
@@ -45,33 +44,23 @@ def functions(source: str, name: str = "") -> Iterator[Function]:
                 inner = f"{path}.{child.name}" if isinstance(child, ast.ClassDef) else path
                 yield from visit(child, inner, within and not isinstance(child, ast.ClassDef))
                 continue
-            arguments = child.args
-            named = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
-            count = len(named) + bool(arguments.vararg) + bool(arguments.kwarg)
-            count -= bool(named) and named[0].arg in ("self", "cls")
-            made = [inner for inner in ast.walk(child) if isinstance(inner, ast.FunctionDef) and inner is not child]
-            outermost = [a for a in made if not any(a is not b and a in ast.walk(b) for b in made)]
-            lines = _height(child) - sum(map(_height, outermost))
-            kernel = "backends/" in name and (within or _decorated(child) or any(map(_emits, named)))
+            a = child.args
+            arguments = [one for one in (*a.posonlyargs, *a.args, *a.kwonlyargs, a.vararg, a.kwarg) if one]
+            count = sum(argument.arg not in ("self", "cls") for argument in arguments)
+            made = [one for one in ast.walk(child) if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef)]
+            own, *inner = ({*range(one.lineno, one.end_lineno + 1)} for one in made)
+            emits = any("Emitter" in ast.unparse(one.annotation) for one in arguments if one.annotation)
+            kernel = "backends/" in name and (within or emits or _decorated(child))
             where = f"{path}.{child.name}".lstrip(".")
-            yield Function(f"{name}:{where}", "kernel" if kernel else "function", lines, count)
-            yield from visit(child, f"{path}.{child.name}", True)
+            yield Function(f"{name}:{where}", "kernel" if kernel else "function", len(own.difference(*inner)), count)
+            yield from visit(child, where, True)
 
     yield from visit(ast.parse(source), "", False)
 
 
-def _height(node: ast.FunctionDef) -> int:
-    return node.end_lineno - node.lineno + 1
-
-
 def _decorated(node: ast.FunctionDef) -> bool:
     inner = [one for decorator in node.decorator_list for one in ast.walk(decorator)]
-    names = {getattr(one, "id", None) or getattr(one, "attr", None) for one in inner}
-    return bool(COMPILERS & names)
-
-
-def _emits(argument: ast.arg) -> bool:
-    return argument.annotation is not None and "Emitter" in ast.unparse(argument.annotation)
+    return bool(COMPILERS & {getattr(one, "id", None) or getattr(one, "attr", None) for one in inner})
 
 
 def over(what: str, found: int, budget: int, unit: str = "lines") -> str:
@@ -84,14 +73,6 @@ def length(paths: list[Path]) -> int:
 
 MODULES = sorted((ROOT / "cnnexp").rglob("*.py"))
 BY_ROOM = {room: [path for path in MODULES if room_of(path) == room] for room in sorted({*map(room_of, MODULES)})}
-FUNCTIONS = {
-    room: [
-        found
-        for path in paths
-        for found in functions(path.read_text(encoding="utf-8"), path.relative_to(ROOT).as_posix())
-    ]
-    for room, paths in BY_ROOM.items()
-}
 
 
 @pytest.mark.parametrize("room", sorted({*BY_ROOM, *ROOMS}))
@@ -115,12 +96,13 @@ def test_a_whole_stays_within_its_lines(whole):
 @pytest.mark.parametrize("room", BY_ROOM)
 def test_functions_are_short_and_take_few_parameters(room, kind):
     """A room above the limits has its own, which are what is there: so they can only fall."""
-    there = [found for found in FUNCTIONS[room] if found.kind == kind]
+    sources = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in BY_ROOM[room]}
+    there = [one for name, source in sources.items() for one in functions(source, name) if one.kind == kind]
     limits, own = BUDGET["limits"][kind], ROOMS.get(room, {}).get(kind, {})
     for unit in ("lines", "parameters"):
-        most = max(there, key=lambda found, unit=unit: getattr(found, unit), default=None)
-        found, allowed = (getattr(most, unit) if most else 0), own.get(unit, limits[unit])
-        assert found <= allowed, over(most.name, found, allowed, unit)
+        found, name = max(((getattr(one, unit), one.name) for one in there), default=(0, ""))
+        allowed = own.get(unit, limits[unit])
+        assert found <= allowed, over(name, found, allowed, unit)
         assert unit not in own or found == allowed > limits[unit], (
             f"room {room}: its budget of {allowed} {unit} for a {kind} is not what is there, {found}: "
             f"lower it, or take it out where {limits[unit]} are enough"

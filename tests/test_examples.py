@@ -5,18 +5,14 @@ import importlib
 import json
 import os
 import re
-import subprocess
-import sys
 
 import pytest
-from commands import ROOT, follow
+from commands import ROOT, follow, python
 
 from cnnexp import Digits
 
 NOTEBOOK = json.loads((ROOT / "examples" / "compare.ipynb").read_text(encoding="utf-8"))
 CODE = [cell for cell in NOTEBOOK["cells"] if cell["cell_type"] == "code"]
-
-
 PAGE = (ROOT / "examples" / "README.md").read_text(encoding="utf-8")
 
 
@@ -46,11 +42,9 @@ def test_the_notebook_runs(tmp_path):
     script = "\n".join("".join(cell["source"]) for cell in CODE)
     few = script.replace("Digits()", "Digits(train_size=200, test_size=100)")
     assert few != script
+    drawn = f"{few}\nassert result.plot()._repr_png_().startswith(b'\\x89PNG')"
     environment = os.environ | {"PYTHONPATH": str(ROOT), "MPLBACKEND": "agg"}
-    command = [sys.executable, "-c", f"{few}\nassert result.plot()._repr_png_().startswith(b'\\x89PNG')"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment)
-    assert done.returncode == 0, done.stderr
-    assert re.search(r"cpu-simd +\d+\.\d\d x cpu", done.stdout)
+    assert re.search(r"cpu-simd +\d+\.\d\d x cpu", python("-c", drawn, cwd=tmp_path, env=environment))
     assert list(tmp_path.glob("digits/checkpoints/*.ckpt"))
 
 

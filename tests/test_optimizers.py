@@ -7,7 +7,6 @@ import reference
 from cnnexp.backends.cpu.kernels import compile_update
 from cnnexp.optimizers import OPTIMIZERS
 
-STEPS = 100
 CASES = [
     ("sgd", {"lr": 0.1}),
     ("sgd", {"lr": 0.1, "momentum": 0.9}),
@@ -29,14 +28,12 @@ CASES = [
 ]
 
 
-def problem(dtype):
-    rng = np.random.default_rng(0)
-    return rng.standard_normal(40).astype(dtype), rng.standard_normal(40).astype(dtype)
+BEGIN, TARGET = np.random.default_rng(0).standard_normal((2, 40))
 
 
 def run(optimizer, gradients, compiled=None):
     """Return float32 parameters after an optimizer's steps by the given gradients, by its rule or a compiled one."""
-    w, _ = problem(np.float32)
+    w = BEGIN.astype(np.float32)
     slots = tuple(np.zeros_like(w) for _ in optimizer.slots)
     unused = np.empty(0, np.float32)
     for step, gradient in enumerate(gradients, 1):
@@ -50,10 +47,9 @@ def run(optimizer, gradients, compiled=None):
 
 def expected(name, settings):
     """Return the oracle's parameters and the float32 gradients that led there, of a bowl that tilts at each step."""
-    w, target = problem(np.float64)
-    memory, gradients = {}, []
-    for step in range(1, STEPS + 1):
-        gradients.append((w - target) + np.sin(step + np.arange(len(w))))  # they change sign and size
+    w, memory, gradients = BEGIN, {}, []
+    for step in range(1, 101):
+        gradients.append((w - TARGET) + np.sin(step + np.arange(len(w))))  # they change sign and size
         w = reference.OPTIMIZERS[name](w, gradients[-1], memory, step, **settings)
     return w, [gradient.astype(np.float32) for gradient in gradients]
 

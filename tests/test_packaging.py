@@ -13,7 +13,7 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
-from commands import ROOT
+from commands import ROOT, python
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -30,15 +30,17 @@ def site(tmp_path_factory) -> Path:
         shutil.copy(ROOT / name, source)
     for name in ("cnnexp", "conf", "hydra_plugins"):
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
-    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
-    subprocess.run([*pip, "--target", str(site), str(source)], check=True, env={**os.environ, "PIP_NO_INPUT": "1"})
+    options = "--quiet", "--no-input", "--no-deps", "--no-build-isolation", "--no-index", "--target", site
+    python("-m", "pip", "install", *options, source)
     return site
 
 
-def installed(*sites: Path, command: Sequence[str], cwd: Path) -> subprocess.CompletedProcess:
+def installed(*sites: Path, command: Sequence[str], cwd: Path) -> str:
     # -P and another folder: nothing of the checkout can be found by chance
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, sites))}
-    return subprocess.run([sys.executable, "-P", *command], capture_output=True, text=True, cwd=cwd, env=environ)
+    done = subprocess.run([sys.executable, "-P", *command], capture_output=True, text=True, cwd=cwd, env=environ)
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout
 
 
 def test_the_wheel_holds_every_module_and_every_config_file(site):
@@ -53,9 +55,7 @@ def test_configs_of_the_user_work_against_the_installed_package(site, tmp_path):
     (tmp_path / "mine" / "experiment" / "wide.yaml").write_text("# @package _global_\nmodel: {filters: 999}\n")
     code = "from cnnexp import __main__, errors; print(errors.installing('ui')); __main__.main()"
     words = ("--config-dir", "mine", "experiment=wide", "model=knm", "--cfg", "job")
-    done = installed(site, command=["-c", code, *words], cwd=tmp_path)
-    assert done.stderr == ""
-    first, *rest = done.stdout.splitlines()
+    first, *rest = installed(site, command=["-c", code, *words], cwd=tmp_path).splitlines()
     assert {"  name: knm", "  filters: 999"} <= set(rest)
     # an extra is installed from where the package came
     assert (Path(re.fullmatch(r"pip install '(/.*)\[ui\]'", first)[1]) / "pyproject.toml").is_file()
@@ -82,8 +82,7 @@ def test_the_core_alone_trains_and_records_in_the_working_folder(site, tmp_path)
     (tmp_path / "lacking").mkdir()
     (tmp_path / "lacking" / "sitecustomize.py").write_text(LACKING.format(blocked=blocked))
     words = ("backend=numpy", "model.filters=2", "dataset.train_size=50", "trainer.epochs=1")
-    done = installed(tmp_path / "lacking", site, command=[str(site / "bin" / "cnnexp"), *words], cwd=tmp_path)
-    assert (done.returncode, done.stderr) == (0, "")
+    installed(tmp_path / "lacking", site, command=[str(site / "bin" / "cnnexp"), *words], cwd=tmp_path)
     with contextlib.closing(sqlite3.connect(tmp_path / "outputs" / "mlflow.db")) as store:
         recorded = store.execute("SELECT status, key, value FROM runs JOIN metrics USING (run_uuid)").fetchall()
         assert store.execute("SELECT status FROM logged_models").fetchall() == [(2,)]  # ready
@@ -121,17 +120,11 @@ def test_dependencies_are_bounded_constraints_pinned_and_the_version_is_one():
 def test_every_target_that_pages_and_workflows_name_is_one():
     targets = set(re.findall(r"^([a-z-]+):.*## ", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
     pages = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob(".github/**/*.*"), ROOT / ".ci" / "run"]
-    named = {
-        (page.name, target)
-        for page in pages
-        if page.is_file()
-        for target in re.findall(r"(?:^|[`: ])make ([a-z]+(?:-[a-z]+)*)\b(?=[`\s]|$)", _code(page), re.MULTILINE)
-    }
-    assert {target for _, target in named} >= {"train", "test", "coverage", "soak"}
-    assert not {(page, target) for page, target in named if target not in targets}
-
-
-def _code(page: Path) -> str:
-    """Return what stands in code in a page; of other files all."""
-    text = page.read_text(encoding="utf-8")
-    return "\n".join(re.findall(r"```.*?```|`[^`\n]+`", text, re.DOTALL)) if page.suffix == ".md" else text
+    named = set()
+    for page in filter(Path.is_file, pages):
+        text = page.read_text(encoding="utf-8")
+        code = "\n".join(re.findall(r"```.*?```|`[^`\n]+`", text, re.DOTALL)) if page.suffix == ".md" else text
+        found = set(re.findall(r"(?:^|[`: ])make ([a-z]+(?:-[a-z]+)*)\b(?=[`\s]|$)", code, re.MULTILINE))
+        assert found <= targets, page.name
+        named |= found
+    assert named >= {"train", "test", "coverage", "soak"}

@@ -1,40 +1,32 @@
-"""A user's own layer and network, and its oracle: nothing in the package knows of it."""
+"""A user's own layers, a network of one of them, and their oracles: nothing in the package knows of them."""
 
-import sys
-from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
-import pytest
 import reference
+from commands import ROOT
 
 from cnnexp.network import Conv2d, Flatten, Linear, Network, Residual, Structural
 from cnnexp.system import registry
 
-BETA = 1.5
 
-
-@contextmanager
-def network():
-    """Give a network whose every activation is the plugin's, one of them within a residual block."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(registry, "_added", {group: {} for group in registry._added})
-        sys.modules.pop("outside", None)  # loaded by another test
-        registry.load(str(Path(__file__).resolve().parents[1] / "outside.py"))
-        swish = registry.added("layer")["Swish"](BETA)
-        patch.setitem(reference.LAYERS, "swish", (forward, backward))
-        block = Residual((Conv2d(3, 3, padding="same"), swish))
-        yield Network((5, 4, 2), (Conv2d(3, 2), swish, block, Flatten(), Linear(4), swish, Linear(3)))
+def network(monkeypatch):
+    """Return a network whose every activation is the plugin's, one of them within a residual block."""
+    registry.load(str(ROOT / "tests" / "outside.py"))
+    swish = registry.added("layer")["Swish"](1.5)
+    monkeypatch.setitem(reference.LAYERS, "swish", (forward, backward))
+    block = Residual((Conv2d(3, 3, padding="same"), swish))
+    return Network((5, 4, 2), (Conv2d(3, 2), swish, block, Flatten(), Linear(4), swish, Linear(3)))
 
 
 def forward(x, layer):
-    return x / (1 + np.exp(-BETA * x))
+    return x / (1 + np.exp(-layer["beta"] * x))
 
 
 def backward(x, y, dy, layer):
-    s = 1 / (1 + np.exp(-BETA * x))
-    return dy * (s + BETA * x * s * (1 - s)), None, None
+    beta = layer["beta"]
+    s = 1 / (1 + np.exp(-beta * x))
+    return dy * (s + beta * x * s * (1 - s)), None, None
 
 
 @dataclass(frozen=True)
@@ -64,10 +56,5 @@ class Unshuffle(Structural):
         return parts.reshape(-1, rows, columns, channels)
 
 
-ORACLE = {
-    "unshuffle": (
-        lambda x, layer: Unshuffle().forward(x),
-        lambda x, y, dy, layer: (Unshuffle().backward(x, y, dy), None, None),
-    )
-}
+ORACLE = lambda x, layer: Unshuffle().forward(x), lambda x, y, dy, layer: (Unshuffle().backward(x, y, dy), None, None)
 """What `reference.LAYERS` has to know of it; in float64, as the arrays given are."""

@@ -1,20 +1,19 @@
 """Every backend of this machine against the oracle: the contract of `cnnexp.backends.protocol`."""
 
-import functools
-
 import conformance
 import numpy as np
 import pytest
-import reference
 from backends import outside_layer
-from conformance import Case, assert_same_state, check_backend, check_case, check_training, is_here, make_case
+from conformance import Case, assert_same_state, check_backend, check_case, check_training, is_here, same_case, started
 from networks import NETWORKS
 
+from cnnexp import SGD, Adam, Loss
 from cnnexp.backends import BACKENDS, backend_class
 from cnnexp.errors import CheckpointError, ConfigError, NetworkError
 from cnnexp.network import BatchNorm2d, Conv2d, Dropout, Flatten, Linear, Network, ReLU, Residual, Sigmoid, Tanh
-from cnnexp.network.losses import Loss
-from cnnexp.optimizers import SGD, Adam
+
+LARGE = Network((28, 28, 1), (Conv2d(2, 3), ReLU(), Flatten(), Linear(4)))
+ONE_CONV = Network(*NETWORKS["one_conv"])
 
 
 @pytest.mark.parametrize("turn", [0, pytest.param(1, marks=pytest.mark.thorough)])
@@ -24,9 +23,9 @@ def test_network(backend, name, turn):
     check_backend(backend, Network(*NETWORKS[name]), images=(1, 5)[(list(NETWORKS).index(name) + turn) % 2])
 
 
-def test_a_users_own_layer_from_outside_the_package(backend):
-    with outside_layer.network() as network:
-        check_backend(backend, network)
+@pytest.mark.usefixtures("no_plugins")
+def test_a_users_own_layer_from_outside_the_package(backend, monkeypatch):
+    check_backend(backend, outside_layer.network(monkeypatch))
 
 
 @pytest.mark.parametrize("name", ["one_conv", "two_conv_mlp", "max-pool"])
@@ -40,34 +39,29 @@ def test_binary_cross_entropy(backend, hidden):
     check_backend(backend, network, loss=Loss.BINARY_CROSS_ENTROPY, images=20, seed=1)
 
 
-@pytest.mark.parametrize("loss", [Loss.MEAN_SQUARED_ERROR, Loss("softmax_cross_entropy", reference.SMOOTHING)])
+@pytest.mark.parametrize("loss", [Loss.MEAN_SQUARED_ERROR, Loss("softmax_cross_entropy", 0.1)])
 def test_other_losses(backend, loss):
     check_backend(backend, Network((4,), (Linear(5), Tanh(), Linear(3))), loss=loss, images=7)
 
 
 def test_saturated_and_huge_scores_stay_finite(backend):
+    images, labels = np.array([[-200], [-200], [200], [200]], np.float32), np.array([0, 1, 0, 1])
     network = Network((1,), (Linear(1), Sigmoid()))
-    parameters = np.array([1, 0], np.float32)
-    images = np.array([[-200], [-200], [200], [200]], np.float32)
-    case = Case(network, Loss.BINARY_CROSS_ENTROPY, parameters, images, np.array([0, 1, 0, 1]))
-    program = backend.compile(network, case.loss, SGD(), 4)
-    program.restore({"parameters": parameters})
-    totals, gradient = program.gradients(program.load(images, case.labels), np.arange(4))
+    case = Case(network, Loss.BINARY_CROSS_ENTROPY, np.array([1, 0], np.float32), images, labels)
+    program, handle = started(backend, case, SGD(), 4)
+    totals, gradient = program.gradients(handle, np.arange(4))
     assert totals.loss == pytest.approx(200)
     assert totals.correct == 2
     assert np.isfinite(gradient).all()
 
-    network = Network((1,), (Linear(3, bias=False),))
-    case = Case(
-        network, Loss.SOFTMAX_CROSS_ENTROPY, np.array([-1e4, 0, 1e4], np.float32), np.ones((2, 1), np.float32),
-        np.array([0, 2]),
-    )  # fmt: skip
-    check_case(backend, case)
+    network, parameters = Network((1,), (Linear(3, bias=False),)), np.array([-1e4, 0, 1e4], np.float32)
+    images, labels = np.ones((2, 1), np.float32), np.array([0, 2])
+    check_case(backend, Case(network, Loss.SOFTMAX_CROSS_ENTROPY, parameters, images, labels))
 
 
 @pytest.mark.parametrize("kind", [np.float32, np.uint8])
 def test_images_that_may_not_be_written_and_bytes_stand_for_fractions(backend, kind):
-    case = make_case(Network(*NETWORKS["one_conv"]))
+    case = conformance.make_case(ONE_CONV)
     if kind is np.uint8:
         case.images = np.random.default_rng(3).integers(0, 256, case.images.shape).astype(np.uint8)
         assert conformance.decisions_are_clear(case)
@@ -78,25 +72,18 @@ def test_images_that_may_not_be_written_and_bytes_stand_for_fractions(backend, k
 
 def test_large_sums(backend):
     # rounding grows with the number of terms: as many as a batch of 100 at 28x28
-    check_case(backend, large_case(3 if backend.name == "python" else 101))
-
-
-@functools.cache
-def large_case(images):
-    return make_case(Network((28, 28, 1), (Conv2d(2, 3), ReLU(), Flatten(), Linear(4))), images=images)
+    check_case(backend, same_case(LARGE, images=3 if backend.name == "python" else 101))
 
 
 def test_every_optimizer_trains(backend, optimizer):
-    check_training(backend, make_case(Network(*NETWORKS["one_conv"]), images=6), optimizer)
+    check_training(backend, same_case(ONE_CONV, images=6), optimizer)
 
 
 def test_gradients_change_nothing_that_state_returns(backend):
     block = Residual((Conv2d(3, 3, padding="same"), BatchNorm2d(), ReLU(), Dropout(0.4)))
     network = Network((6, 6, 1), (Conv2d(3, 3, padding="same"), BatchNorm2d(), block, Flatten(), Linear(10)))
-    case, first, second = make_case(network, images=8), np.arange(4), np.arange(4, 7)
-    program = backend.compile(network, case.loss, Adam(), 4)
-    handle = program.load(case.images, case.labels)
-    program.restore(case.state)
+    first, second = np.arange(4), np.arange(4, 7)
+    program, handle = started(backend, same_case(network, images=8), Adam(), 4)
     program.train(handle, first, 0.01)
     before = program.state()
 
@@ -119,7 +106,7 @@ def test_gradients_change_nothing_that_state_returns(backend):
 
 
 def test_a_state_continues_on_any_backend(backend, optimizer):
-    case, other, states = make_case(Network(*NETWORKS["one_conv"]), images=6), backend_class("numpy")(), []
+    case, other, states = same_case(ONE_CONV, images=6), backend_class("numpy")(), []
     for halves in ((backend, other), (other, backend)):
         state = case.state
         for half in halves:
@@ -134,29 +121,26 @@ def test_a_state_continues_on_any_backend(backend, optimizer):
 
 
 def test_programs_of_one_process_leave_each_other_alone(backend):
-    case = make_case(Network(*NETWORKS["one_conv"]), images=6)
-    found = []
+    case, found = same_case(ONE_CONV, images=6), []
     for backends in ((backend,), (backend, backend_class("cpu")())):
-        programs = [made.compile(case.network, case.loss, Adam(), 3) for made in backends]
-        for program in programs:
-            program.restore(case.state)
+        programs = [started(made, case, Adam(), 3) for made in backends]
         for start in (0, 3):
-            for program in programs:
-                program.train(program.load(case.images, case.labels), np.arange(start, start + 3), 0.01)
-        found.append(programs[0].state())
+            for program, handle in programs:
+                program.train(handle, np.arange(start, start + 3), 0.01)
+        found.append(programs[0][0].state())
     assert_same_state(*found)
 
 
 def test_a_backend_says_what_it_is_and_refuses_another_networks_state_and_loss(backend):
-    program = backend.compile(Network((3,), (Linear(2),)), Loss.SOFTMAX_CROSS_ENTROPY, SGD(), 2)
+    network = Network((3,), (Linear(2),))
+    program = backend.compile(network, Loss.SOFTMAX_CROSS_ENTROPY, SGD(), 2)
     with pytest.raises(CheckpointError, match=r"7.*8"):
         program.restore({"parameters": np.zeros(7, np.float32)})
     with pytest.raises(NetworkError, match="Sigmoid last"):
-        backend.compile(Network((3,), (Linear(2),)), Loss.BINARY_CROSS_ENTROPY, SGD(), 2)
+        backend.compile(network, Loss.BINARY_CROSS_ENTROPY, SGD(), 2)
     assert backend.name in BACKENDS
     assert backend.threads >= 1
     assert backend.device_name
-    program = backend.compile(Network((3,), (Linear(2),)), Loss.SOFTMAX_CROSS_ENTROPY, SGD(), 2)
     assert program.compile_s >= 0
     assert program.batch_size == 2
 
@@ -168,3 +152,14 @@ def test_threads_out_of_range(name):
     for threads in (0, -1, 10_000):
         with pytest.raises(ConfigError, match=rf"backend.threads={threads}: must be 1 to \d+"):
             backend_class(name)(threads=threads)
+
+
+@pytest.mark.parametrize("name", ["torch", "keras"])
+def test_the_number_of_pytorchs_threads_is_its_users(name):
+    torch = pytest.importorskip("torch")
+    if not is_here(name):
+        pytest.skip("what it needs is not installed")
+    before = torch.get_num_threads()
+    program, handle = started(backend_class(name)(threads=1), same_case(ONE_CONV), SGD(), 4)
+    program.predict(handle)
+    assert torch.get_num_threads() == before

@@ -1,7 +1,6 @@
 """Compiled code on disk: `cpu` and `cpu-parallel` share one cache, and what lies in it is not trusted unseen."""
 
 import dataclasses
-import hashlib
 import os
 import pickle
 import subprocess
@@ -13,19 +12,16 @@ import numpy as np
 import pytest
 from fakes import Evil
 
+from cnnexp import SGD, Adam, AvgPool2d, Conv2d, Flatten, LeakyReLU, Linear, MaxPool2d, Network, ReLU, Residual
 from cnnexp.backends import cache, simd
 from cnnexp.backends.cpu import dispatchers, kernels
-from cnnexp.network import AvgPool2d, Conv2d, Flatten, LeakyReLU, Linear, MaxPool2d, Network, ReLU, Residual
-from cnnexp.optimizers import SGD, Adam
 
 SCRIPT = """
 import sys
 import numpy as np
+from cnnexp import SGD, Linear, Loss, Network
 from cnnexp.backends import backend_class
 from cnnexp.backends.cpu import dispatchers
-from cnnexp.network.losses import Loss
-from cnnexp.network import Linear, Network
-from cnnexp.optimizers import SGD
 
 compiled = []
 make = dispatchers.compiled_bytes
@@ -42,7 +38,7 @@ print(len(compiled))
 
 
 def computed(folder, *processes):
-    """Return what processes that start at once print, one for each tuple of backends: how many kernels they compile,
+    """Return what processes that start at once print, one for each list of backends: how many kernels they compile,
     and the parameters that each backend ends with."""
     environ = {**os.environ, "XDG_CACHE_HOME": str(folder), "PYTHONPATH": os.pathsep.join(sys.path)}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
@@ -102,9 +98,7 @@ def planted(folder, payload):
     kernel = nothing("planted")
     name = key("cpu", "nothing_planted_sequential", signature=kernel._signature)
     path = folder / "cnnexp" / "compiled" / f"{name}.bin"
-    path.parent.mkdir(parents=True, mode=0o700)
-    path.write_bytes(hashlib.sha256(payload).digest() + payload)
-    path.chmod(0o600)
+    cache.write_private(path, payload, cache.KEEP)
     return kernel, path
 
 
@@ -141,14 +135,12 @@ def test_the_cache_tells_programs_cpus_and_sources_apart(tmp_path, monkeypatch):
     assert set(Path(simd.__file__).parent.rglob("*.py")) < set(cache.source_files())
     known = key("a")
     found = {key("b"), key("a", signature="i8(i8)"), *(key(o) for o in (SGD(), SGD(momentum=0.5), Adam()))}
-    with monkeypatch.context() as patch:
-        patch.setattr(cache, "host", lambda: ("x86_64", "another", "+sse2"))
-        found.add(key("a"))
-    with monkeypatch.context() as patch:
-        changed = tmp_path / "step.py"
-        changed.write_text("# changed")
-        patch.setattr(cache, "source_files", lambda: [changed])
-        found.add(key("a"))
+    changed = tmp_path / "step.py"
+    changed.write_text("# changed")
+    for name, value in (("host", ("x86_64", "another", "+sse2")), ("source_files", [changed])):
+        with monkeypatch.context() as patch:
+            patch.setattr(cache, name, lambda value=value: value)
+            found.add(key("a"))
     assert len(found - {known}) == 7
     assert key("a") == known
 

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 from backends.on_target import AVX512, HOST, OnTarget
 from commands import wait_for
-from conformance import check_case, check_training, make_case
+from conformance import assert_same_state, check_case, check_training, make_case, started
 
+from cnnexp import SGD, Adam, Conv2d, Flatten, Linear, Loss, MaxPool2d, Network, OneConv, ReLU, Sigmoid, TwoConvMlp
 from cnnexp.backends.simd import CpuSimd
 from cnnexp.backends.simd.compiler import intrinsics
 from cnnexp.backends.simd.lowering import Plan
@@ -21,21 +22,16 @@ from cnnexp.backends.simd.runtime.limit import CHAINS, fma_loop
 from cnnexp.backends.simd.runtime.program import make_plan, paying_threads
 from cnnexp.backends.simd.runtime.thread_pool import ThreadPool
 from cnnexp.errors import DataError
-from cnnexp.network import Conv2d, Flatten, Linear, MaxPool2d, Network, ReLU, Sigmoid
-from cnnexp.network.losses import Loss
-from cnnexp.network.models import OneConv, TwoConvMlp
-from cnnexp.optimizers import SGD, Adam
 
 LOSS = Loss.SOFTMAX_CROSS_ENTROPY
 TINY = Network((2,), (Linear(3), ReLU(), Linear(2)))
-LARGE_WINDOW = Network((17, 34, 1), (Conv2d(3, 1), ReLU(), MaxPool2d(17), Flatten(), Linear(3)))
+WIDE = Network((37,), (Linear(50), ReLU(), Linear(33), ReLU(), Linear(21)))
 
 
 @pytest.mark.parametrize("images", [2, 5, 140])
 def test_wide_layers_of_any_batch(images):
     """The last tile of images ends with the last one; a wide input gradient takes several groups at a time."""
-    network = Network((37,), (Linear(50), ReLU(), Linear(33), ReLU(), Linear(21)))
-    check_case(OnTarget(threads=1), make_case(network, images=images))
+    check_case(OnTarget(threads=1), make_case(WIDE, images=images))
 
 
 def test_threads_are_as_many_as_pay():
@@ -53,10 +49,9 @@ def test_threads_are_as_many_as_pay():
 
 @pytest.mark.parametrize(("images", "owns"), [(11, True), (140, False)])
 def test_threads_own_wide_weights_where_a_batch_is_one_tile(images, owns):
-    network = Network((37,), (Linear(50), ReLU(), Linear(33), ReLU(), Linear(3)))
-    plan = make_plan(network, HOST, -(-(images - 1) // 2))
+    plan = make_plan(WIDE, HOST, -(-(images - 1) // 2))
     assert plan.owns == bool(plan.parameters.owned) == owns
-    check_training(OnTarget(), make_case(network, images=images), Adam())
+    check_training(OnTarget(), make_case(WIDE, images=images), Adam())
 
 
 def test_the_limit_of_the_arithmetic_is_measured():
@@ -74,59 +69,45 @@ def test_memory_is_bounded():
     assert sum(a.nbytes for a in vars(program).values() if isinstance(a, np.ndarray)) < 30e6
     large = Network((224, 224, 3), (Conv2d(16, 3, padding="same"), ReLU(), MaxPool2d(2), Flatten(), Linear(3, False)))
     assert make_plan(large, AVX512, 256).arena.groups == 1
-    assert make_plan(LARGE_WINDOW, AVX512, 256).arena.groups == 2
+    large_window = Network((17, 34, 1), (Conv2d(3, 1), ReLU(), MaxPool2d(17), Flatten(), Linear(3)))
+    assert make_plan(large_window, AVX512, 256).arena.groups == 2
     network = Network((1024,), (Linear(1024), ReLU(), Linear(10)))
     tracemalloc.start()
-    try:
-        plan = Plan(network, AVX512, 1, 16)
-        held, _ = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
+    plan = Plan(network, AVX512, 1, 16)
+    held, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
     assert held < network.parameter_count <= plan.parameters.size
 
 
 def test_indices_and_labels_are_checked_before_compiled_code_trusts_them():
-    program = CpuSimd(1).compile(TINY, LOSS, SGD(), 4)
-    images = np.zeros((3, 2), np.float32)
-    handle = program.load(images, np.array([0, 1, 1]))
-    for order in ([0, 3], [-1]):
+    case = make_case(TINY, images=3)
+    program, handle = started(CpuSimd(1), case, SGD(), 4)
+    for order in (np.array([0, 3]), np.array([-1])):
         with pytest.raises(IndexError, match="there are 3"):
-            program.train(handle, np.array(order), 0.1)
+            program.train(handle, order, 0.1)
         with pytest.raises(IndexError, match="there are 3"):
-            program.gradients(handle, np.array(order))
+            program.gradients(handle, order)
     for labels in ([0, 1, 2], [0, -1, 1]):
         with pytest.raises(DataError, match="2 classes"):
-            program.load(images, np.array(labels))
+            program.load(case.images, np.array(labels))
 
 
 def test_a_missing_number_reaches_the_loss():
     # a maximum over a window drops it in any order of comparison but one
-    network = Network((6, 6, 1), (Conv2d(2, 1), ReLU(), MaxPool2d(3), Flatten(), Linear(2)))
-    case = make_case(network)
-    program = CpuSimd(1).compile(network, case.loss, SGD(), 5)
-    for pixel in (*range(9), None):
+    case = make_case(Network((6, 6, 1), (Conv2d(2, 1), ReLU(), MaxPool2d(3), Flatten(), Linear(2))))
+    program, whole = started(CpuSimd(1), case, SGD(), 5)
+    assert np.isfinite(program.train(whole, np.arange(5), 0.0).loss)
+    for row, column in np.ndindex(3, 3):
         images = case.images.copy()
-        if pixel is not None:
-            images[2, pixel // 3, pixel % 3] = np.nan
+        images[2, row, column] = np.nan
         program.restore(case.state)
-        loss = program.train(program.load(images, case.labels), np.arange(5), 0.0).loss
-        assert np.isnan(loss) == (pixel is not None)
+        assert np.isnan(program.train(program.load(images, case.labels), np.arange(5), 0.0).loss)
 
 
-@pytest.fixture
-def no_collection():
-    """Keep the garbage collector still: in the callback that Hypothesis hangs on it, Python swallows a Ctrl-C."""
-    gc.disable()
-    yield
-    gc.enable()
-
-
-@pytest.mark.usefixtures("no_collection")
-def test_ctrl_c_ends_training_soon_and_leaves_the_program_whole():
-    case = make_case(TINY, images=2000)
-    program = OnTarget().compile(TINY, case.loss, SGD(), 8)
-    program.restore(case.state)
-    handle = program.load(case.images, case.labels)
+def test_ctrl_c_ends_training_soon_and_leaves_the_program_whole(request):
+    gc.disable()  # in the callback that Hypothesis hangs on the collector, Python swallows a Ctrl-C
+    request.addfinalizer(gc.enable)
+    program, handle = started(OnTarget(), make_case(TINY, images=2000), SGD(), 8)
     order = np.random.default_rng(0).integers(0, 2000, 60_000_000)
 
     def interrupt():
@@ -139,7 +120,7 @@ def test_ctrl_c_ends_training_soon_and_leaves_the_program_whole():
         program.train(handle, order, 0.01)
     state = program.state()
     assert 0 < state["step"] < len(order) / 8 / 2  # what had begun was finished, and no more
-    np.testing.assert_array_equal(program.state()["parameters"], state["parameters"])
+    assert_same_state(program.state(), state)
     assert program.train(handle, order[:80], 0.01).count == 80
     assert program.state()["step"] == state["step"] + 10
 
@@ -149,9 +130,8 @@ def test_threads_end_with_the_program():
         return {t for t in threading.enumerate() if t.name.startswith("cpu-simd")} - others
 
     others = set(threading.enumerate())
-    case = make_case(TINY)
-    program = OnTarget().compile(TINY, case.loss, SGD(), 8)
-    program.predict(program.load(case.images, case.labels))
+    program, handle = started(OnTarget(), make_case(TINY), SGD(), 8)
+    program.predict(handle)
     assert len(mine()) == 2
     del program
     gc.collect()
@@ -166,14 +146,12 @@ def test_an_update_rounds_as_numpy_does(optimizer):
     program.restore(state)
     program.apply(gradient, 0.01)
     optimizer.apply(parameters, gradient, slots[: len(optimizer.slots)], 0.01, 3)
-    for key, value in state.items():
-        np.testing.assert_array_equal(program.state()[key], 3 if key == "step" else value)
+    assert_same_state(program.state(), {**state, "step": 3})
 
 
 def test_exp_is_as_accurate_as_it_says():
     """Seen through a Sigmoid, which is exp(x) far below 0."""
-    network = Network((1,), (Linear(1), Sigmoid()))
-    program = CpuSimd().compile(network, Loss.BINARY_CROSS_ENTROPY, SGD(), 4)
+    program = CpuSimd().compile(Network((1,), (Linear(1), Sigmoid())), Loss.BINARY_CROSS_ENTROPY, SGD(), 4)
     program.restore({"parameters": np.array([1, 0], np.float32)})
     x = np.linspace(-80, 87, 1 << 16).astype(np.float32)
     exact = 1 / (1 + np.exp(-x.astype(np.float64)))
@@ -194,10 +172,9 @@ def test_an_intrinsic_without_its_feature_is_refused():
 @pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="only x86 code flushes denormals")
 def test_momenta_end_at_zero_not_in_slow_denormals():
     program = CpuSimd(2).compile(TINY, LOSS, Adam(beta1=0.9), 4)
-    size, smallest = TINY.parameter_count, np.finfo(np.float32).smallest_normal
-    values = {"parameters": np.ones(size), "mean": np.full(size, smallest), "square": np.ones(size)}
-    program.restore({name: value.astype(np.float32) for name, value in values.items()})
-    program.apply(np.zeros(size, np.float32), 0.1)
+    ones = np.ones(TINY.parameter_count, np.float32)
+    program.restore({"parameters": ones, "mean": ones * np.finfo(np.float32).smallest_normal, "square": ones})
+    program.apply(ones * 0, 0.1)
     state = program.state()
     assert not state["mean"].any()
     np.testing.assert_array_equal(state["parameters"], 1)

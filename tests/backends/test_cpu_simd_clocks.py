@@ -5,34 +5,26 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from backends.on_target import FILTERS, HOST, OnTarget
-from conformance import check_case, make_case
+from backends.on_target import HOST, NETWORKS, OnTarget, forced
+from conformance import check_case, make_case, started
 from machine_code import CPUS, assembly_of
 
+from cnnexp import SGD, Conv2d, Flatten, Linear, MaxPool2d, Network, OneConv, ReLU, TwoConvMlp, TwoConvPool4
 from cnnexp.backends import backend_class
 from cnnexp.backends.parts import BACKWARD, FOLLOWED, FORWARD, TRANSFORMED
-from cnnexp.backends.simd.algorithms.convolution.filters_fused import FiltersFused
 from cnnexp.backends.simd.compiler.emit import FLOAT
 from cnnexp.backends.simd.lowering import Plan
 from cnnexp.backends.simd.runtime.program import make_plan
-from cnnexp.network import Conv2d, Flatten, Linear, MaxPool2d, Network, ReLU
-from cnnexp.network.models import OneConv, TwoConvMlp, TwoConvPool4
-from cnnexp.optimizers import SGD
 
 OWNED = Network((12, 12, 1), (Conv2d(5, 3), ReLU(), Conv2d(6, 3), MaxPool2d(2), Flatten(), Linear(21), Linear(5)))
-
-
 CLOCKED = OnTarget(replace(HOST, clocks=True))
 
 
-@pytest.mark.parametrize("network", [FILTERS, OWNED], ids=["filters", "owned"])
+@pytest.mark.parametrize("network", [Network(*NETWORKS["first"]), OWNED], ids=["filters", "owned"])
 def test_clocks_change_no_number_and_tell_every_layer(network):
     case = make_case(network, images=37)
     check_case(CLOCKED, case)
-    program = CLOCKED.compile(network, case.loss, SGD(lr=0.1), len(case.images) - 1)
-    assert program.clocked() == []
-    program.restore(case.state)
-    handle = program.load(case.images, case.labels)
+    program, handle = started(CLOCKED, case, SGD(lr=0.1), len(case.images) - 1)
     program.predict(handle)
     program.gradients(handle, np.arange(3))
     assert program.clocked() == [], "what is no training is not told"
@@ -51,39 +43,33 @@ def test_clocks_change_no_number_and_tell_every_layer(network):
 
 def test_the_backend_has_clocks_only_when_asked():
     backend = backend_class("cpu-simd")(threads=1)
-    assert not backend.clocks
-    assert backend.clocked.clocks
-    assert backend.clocked.threads == 1
+    assert (backend.clocks, backend.clocked.clocks, backend.clocked.threads) == (False, True, 1)
     assert make_plan(OWNED, HOST, 18).arena.size < make_plan(OWNED, CLOCKED.target, 18).arena.size
 
 
-def parts_of(network, target=None):
+def parts_of(network, **algorithms):
     """By (pass, first layer): its part."""
-    plan = Plan(network, target or replace(CPUS["avx512"].target, clocks=True), 1, 16)
-    return plan, {(part.what, part.layers[0]): part for part in plan.clocks.parts}
+    plan = Plan(network, replace(forced(CPUS["avx512"].target, **algorithms), clocks=True), 1, 16)
+    return {(part.what, part.layers[0]): part for part in plan.clocks.parts}
 
 
 def test_multiply_adds_by_hand():
-    plan, parts = parts_of(OneConv(filters=64).network((28, 28, 1), 10))
-    assert isinstance(plan.nodes[0], FiltersFused)
+    parts = parts_of(OneConv(filters=64).network((28, 28, 1), 10), conv1="filters-fused")
     assert parts[FORWARD, "conv1"].multiply_adds == 26 * 26 * 64 * 9
     assert parts[BACKWARD, "conv1"].multiply_adds == 13 * 13 * 64 * 9, "one output of each window of four"
     assert parts[BACKWARD, "conv1"].fewer == FOLLOWED
     assert parts[FORWARD, "conv1"].fewer == ""
     assert parts[BACKWARD, "linear1"].multiply_adds == 2 * 13 * 13 * 64 * 10
     assert parts[FORWARD, "conv1"].at_once == "16 filters"
-    _, parts = parts_of(TwoConvMlp().network((28, 28, 1), 10))
+    parts = parts_of(TwoConvMlp().network((28, 28, 1), 10))
     followed = parts[BACKWARD, "conv2"]
     assert followed.layers == ("conv2", "relu2", "maxpool1")
     assert followed.multiply_adds == 2 * 10 * 10 * 8 * 25 * 8, "of weights and of the input"
     assert (followed.at_once, parts[FORWARD, "conv2"].at_once) == ("16 weights", "16 images")
-    every_output = replace(CPUS["avx512"].target, clocks=True, forced=(("conv2", "lanes"),))
-    _, parts = parts_of(TwoConvPool4().network((28, 28, 1), 10), every_output)
-    dense = parts[BACKWARD, "conv2"]
+    dense = parts_of(TwoConvPool4().network((28, 28, 1), 10), conv2="lanes")[BACKWARD, "conv2"]
     assert (dense.fewer, dense.multiply_adds) == ("", 2 * 28 * 28 * 4 * 4 * 4)
-    forced = replace(CPUS["avx512"].target, clocks=True, forced=(("conv2", "winograd"),))
     convolutions = (Conv2d(16, 3, padding="same"), ReLU(), Conv2d(32, 3, padding="same"), ReLU())
-    _, parts = parts_of(Network((8, 8, 1), (*convolutions, Flatten(), Linear(2))), forced)
+    parts = parts_of(Network((8, 8, 1), (*convolutions, Flatten(), Linear(2))), conv2="winograd")
     tiles = 4 * 4
     assert parts[FORWARD, "conv2"].fewer == parts[BACKWARD, "conv2"].fewer == TRANSFORMED
     assert parts[FORWARD, "conv2"].multiply_adds == tiles * 16 * 16 * 32

@@ -4,21 +4,19 @@ import numpy as np
 import pytest
 from backends.on_target import TARGETS, OnTarget, computed
 from conformance import check_case, clear_case
+from tables import each
 
+from cnnexp import SGD, Adam, Conv2d, Dropout, Flatten, Linear, Loss, MaxPool2d, Network, ReLU
 from cnnexp.backends.plain.numpy import Numpy
 from cnnexp.backends.simd.runtime.program import make_plan
-from cnnexp.network import Conv2d, Dropout, Flatten, Linear, MaxPool2d, Network, ReLU
-from cnnexp.network.losses import Loss
-from cnnexp.optimizers import SGD, Adam
+from cnnexp.testing import END
 
 SHOWN = {
     "rows": ((37,), (Dropout(0.5), Linear(3))),
     "lanes": ((4, 4, 3), (Dropout(0.5), Conv2d(3, 4), Flatten())),
-    "flattened": ((3, 5, 2), (Dropout(0.7), Flatten(), Linear(3))),
+    "flattened": ((3, 5, 2), (Dropout(0.7), *END)),
     "activations": ((6, 6, 1), (Conv2d(5, 3, bias=False), Dropout(0.5), Conv2d(3, 4), Flatten())),
-    "images": ((8, 8, 1), (
-        Conv2d(16, 3), ReLU(), Conv2d(16, 3), ReLU(), MaxPool2d(2), Dropout(0.5), Flatten(), Linear(3),
-    )),
+    "images": ((8, 8, 1), (Conv2d(16, 3), ReLU(), Conv2d(16, 3), ReLU(), MaxPool2d(2), Dropout(0.5), *END)),
     "rectified": ((5, 5, 2), (Conv2d(6, 2), ReLU(), MaxPool2d(2), Dropout(0.3), Flatten(), Dropout(0.6), Linear(3))),
 }  # fmt: skip
 """Networks whose last gradient has a factor of every number that a Dropout lets through."""
@@ -32,21 +30,13 @@ def state(network, step=3):
 
 def shaped(name):
     """Return this machine's target, which computes the convolutions of "images" with channels in lanes."""
-    network = Network(*SHOWN[name])
-    return computed(network, TARGETS["host"], "channels") if name == "images" else TARGETS["host"]
+    return computed(Network(*SHOWN[name]), TARGETS["host"], "channels") if name == "images" else TARGETS["host"]
 
 
-def masks():
-    """Yield networks on this machine's target, and two on other vectors."""
-    for name in SHOWN:
-        for threads in (1, 3):
-            yield pytest.param(name, shaped(name), threads, id=f"{name}-{threads}")
-    for vectors in ("sse", "wide"):
-        for name in ("rows", "lanes"):
-            yield pytest.param(name, TARGETS[vectors], 1, id=f"{name}-{vectors}")
-
-
-@pytest.mark.parametrize(("name", "target", "threads"), list(masks()))
+@each(
+    *((name, shaped(name), threads) for name in SHOWN for threads in (1, 3)),
+    *((name, TARGETS[vectors], 1) for name in ("rows", "lanes") for vectors in ("sse", "wide")),
+)
 def test_masks_are_those_of_numpy(name, target, threads):
     """The oracle has them from `network/noise`, as NumPy has; a number more or less would change the gradient."""
     count = 6 if name == "images" else 20  # else rounding decides somewhere
@@ -54,14 +44,8 @@ def test_masks_are_those_of_numpy(name, target, threads):
 
 
 def test_all_layouts_are_met():
-    layouts = {
-        name: [type(node.x).__name__ for node in make_plan(Network(*SHOWN[name]), shaped(name), 8).dropouts]
-        for name in SHOWN
-    }
-    assert layouts == {
-        "rows": ["NC"], "lanes": ["Blocked"], "flattened": ["NC"], "activations": ["Blocked"],
-        "images": ["NHWC"], "rectified": ["NC"] * 2,
-    }  # fmt: skip
+    plans = [make_plan(Network(*SHOWN[name]), shaped(name), 8) for name in SHOWN]
+    assert {type(node.x).__name__ for plan in plans for node in plan.dropouts} == {"NC", "Blocked", "NHWC"}
 
 
 @pytest.mark.parametrize("threads", [1, 3])

@@ -1,46 +1,42 @@
 """Programs of `cpu-simd` that only predict: BatchNorm2d folded, threads that join a call once they wake."""
 
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from backends.on_target import HOST
 from commands import often
-from conformance import check_scores, make_case
+from conformance import check_scores, make_case, started
 from networks import NETWORKS
 
 from benchmarks.networks import NETWORKS as TIMED
+from cnnexp import SGD, BatchNorm2d, Conv2d, Flatten, Linear, Network, ReLU
 from cnnexp.backends.plain.numpy import Numpy
 from cnnexp.backends.simd import CpuSimd
 from cnnexp.backends.simd.lowering import Plan
 from cnnexp.backends.simd.runtime import program as programs
 from cnnexp.backends.simd.runtime.program import ForwardProgram
 from cnnexp.backends.simd.runtime.thread_pool import Helpers
-from cnnexp.network import BatchNorm2d, Conv2d, Flatten, Linear, Network, ReLU
 from cnnexp.network.folding import Folded
-from cnnexp.network.losses import Loss
-from cnnexp.optimizers import SGD
 
-LOSS = Loss.SOFTMAX_CROSS_ENTROPY
 NORMED = Network((6, 6, 1), (Conv2d(9, 3, bias=False), BatchNorm2d(), ReLU(), BatchNorm2d(), Flatten(), Linear(3)))
 
 
 @pytest.mark.parametrize("name", often(NETWORKS, ("batch_norm_first", "residual_network", "dropouts")))
 def test_a_program_that_only_predicts_gives_the_oracles_scores(name):
     case = make_case(Network(*NETWORKS[name]), images=19)
-    program = CpuSimd(1).forward_only.compile(case.network, LOSS, SGD(), 8)
+    program, handle = started(CpuSimd(1).forward_only, case, SGD(), 8)
     assert type(program) is ForwardProgram
-    program.restore(case.state)
-    check_scores(program, program.load(case.images, case.labels), case)
+    check_scores(program, handle, case)
     assert set(program.state()) == {"step", *case.state}
     with pytest.raises(TypeError, match="predicts and does not train"):
-        program.train(program.load(case.images, case.labels), np.arange(4), 0.1)
+        program.train(handle, np.arange(4), 0.1)
 
 
 def test_batch_norm_costs_nothing_after_a_convolution():
     network = TIMED["vgg_norm"][1]
-    target = programs.replace(HOST, forward_only=True)
-    plan = Plan(Folded.of(network).network, target, 1, 8)
+    plan = Plan(Folded.of(network).network, programs.replace(HOST, forward_only=True), 1, 8)
     assert {layer for node in plan.nodes for layer in node.layers if "batchnorm" in layer} == set()
     assert [name for name, _ in plan.forward] == [row.kernel for row in plan.explain(1)]
     assert plan.backward == plan.gradients == plan.seams == []
@@ -50,11 +46,8 @@ def test_batch_norm_costs_nothing_after_a_convolution():
 
 
 def test_evaluation_takes_the_averages_of_the_moment():
-    program, other = (backend.compile(NORMED, LOSS, SGD(), 8) for backend in (CpuSimd(2), Numpy()))
-    rng, found = np.random.default_rng(0), []
-    images, labels = rng.standard_normal((50, 6, 6, 1)).astype(np.float32), rng.integers(0, 3, 50)
-    handle, again = program.load(images, labels), other.load(images, labels)
-    program.restore(NORMED.initial_state(1))
+    case, found = make_case(NORMED, images=50), []
+    (program, handle), (other, again) = (started(backend, case, SGD(), 8) for backend in (CpuSimd(2), Numpy()))
     for _ in range(2):
         program.train(handle, np.arange(16), 0.1)
         other.restore(program.state())
@@ -65,32 +58,22 @@ def test_evaluation_takes_the_averages_of_the_moment():
 
 def test_threads_and_calls_share_a_split(monkeypatch):
     """Many calls of three threads that each take a tile at a time give the bits of one."""
-    images = np.random.default_rng(0).integers(0, 256, (70, 6, 6, 1)).astype(np.uint8)
+    case, found = make_case(NORMED, images=70), []
+    images = (100 * np.abs(case.images)).astype(np.uint8)
     monkeypatch.setattr(programs, "WAKING_CYCLES", 1)
-    found = []
     for threads, rows in ((1, 4096), (3, 4096), (3, 32)):
         monkeypatch.setattr(programs, "ROWS", rows)
-        program = ForwardProgram(NORMED, LOSS, SGD(), 24, HOST, threads)
-        program.restore(NORMED.initial_state(1))
-        handle = program.load(images, np.zeros(70, np.int32))
+        program = ForwardProgram(NORMED, case.loss, SGD(), 24, HOST, threads)
+        program.restore(case.state)
+        handle = program.load(images, case.labels)
         found += [program.predict(handle) for _ in range(20)]
-        assert len(program.predict(program.load(images[:0], np.zeros(0, np.int32)))) == 0
+        assert len(program.predict(program.load(images[:0], case.labels[:0]))) == 0
     for scores in found[1:]:
         np.testing.assert_array_equal(scores, found[0])
 
 
-class Late:
-    """A turn that keeps a helper from the next one."""
-
-    def __init__(self):
-        self.gate = threading.Event()
-
-    def join(self, rank):
-        self.gate.wait(60)
-
-
 def test_who_is_inside_is_waited_for_and_who_comes_late_is_not_let_in():
-    helpers, late, came, ended = Helpers(1), Late(), [], []
+    helpers, gate, came, ended = Helpers(1), threading.Event(), [], []
 
     def together(rank):
         """Have the caller end once the helper is inside."""
@@ -104,9 +87,9 @@ def test_who_is_inside_is_waited_for_and_who_comes_late_is_not_let_in():
     inside = threading.Event()
     helpers.run(together, 1)
     assert ended == [1]
-    helpers._inboxes[0].put(late)
+    helpers._inboxes[0].put(SimpleNamespace(join=lambda rank: gate.wait(60)))  # a turn that keeps it from the next
     helpers.run(came.append, 1)
-    late.gate.set()
+    gate.set()
     inside = threading.Event()
     helpers.run(together, 1)
     assert (came, ended) == ([0], [1, 1])

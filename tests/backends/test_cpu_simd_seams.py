@@ -7,26 +7,27 @@ import numpy as np
 import pytest
 from backends.on_target import HOST, TARGETS, OnTarget, computed
 from commands import often
-from conformance import check_case, check_training, make_case
+from conformance import check_case, check_training, make_case, started
 from networks import NETWORKS
 
 from benchmarks.networks import NETWORKS as TIMED
+from cnnexp import SGD, Adam
 from cnnexp.backends.simd.layouts import NHWC, Blocked
 from cnnexp.backends.simd.runtime.program import make_plan
 from cnnexp.network import BatchNorm2d, Conv2d, Flatten, GlobalAvgPool, Linear, MaxPool2d, Network, ReLU, Residual, Tanh
-from cnnexp.network.losses import Loss
 from cnnexp.network.shapes import FlattenStage, walk
-from cnnexp.optimizers import SGD, Adam
 
-LOSS = Loss.SOFTMAX_CROSS_ENTROPY
-BLOCK = (
-    *(Conv2d(11, 3, padding="same", bias=False), BatchNorm2d(), ReLU(), Conv2d(11, 3, padding="same")),
-    *(Residual((BatchNorm2d(0.3, 1e-2), Conv2d(11, 1))), BatchNorm2d()),
-)
+INNER = Residual((BatchNorm2d(0.3, 1e-2), Conv2d(11, 1)))
+CONV = Conv2d(11, 3, padding="same", bias=False)
+BLOCK = CONV, BatchNorm2d(), ReLU(), Conv2d(11, 3, padding="same"), INNER, BatchNorm2d()
 NORMED = Network((7, 6, 3), (
-    Conv2d(11, 3, padding="same", bias=False), BatchNorm2d(), ReLU(), Residual(BLOCK), ReLU(), MaxPool2d(2, 1),
-    Conv2d(5, 3, 2, "auto", bias=False), BatchNorm2d(), Tanh(), Residual((Residual((Tanh(),)),)), GlobalAvgPool(),
-    Linear(9), Residual((Linear(9), ReLU())), ReLU(), Linear(4),
+    CONV, BatchNorm2d(), ReLU(), Residual(BLOCK), ReLU(), MaxPool2d(2, 1), Conv2d(5, 3, 2, "auto", bias=False),
+    BatchNorm2d(), Tanh(), Residual((Residual((Tanh(),)),)), GlobalAvgPool(), Linear(9),
+    Residual((Linear(9), ReLU())), ReLU(), Linear(4),
+))  # fmt: skip
+FLATTENED = Network((7, 6, 3), (
+    Conv2d(5, 3), BatchNorm2d(), ReLU(), MaxPool2d(2, 1), Conv2d(5, 3, padding="same"), BatchNorm2d(),
+    Residual((Conv2d(5, 1), BatchNorm2d())), MaxPool2d(2, 1), Flatten(), Linear(3),
 ))  # fmt: skip
 
 
@@ -45,8 +46,7 @@ def test_every_layer_has_a_vector_kernel(name):
 def test_statistics_are_of_the_whole_batch(target, algorithm):
     """19 images of two threads are several tiles of each, the last of them with lanes to spare."""
     cpu = computed(NORMED, TARGETS[target], algorithm)
-    nodes = make_plan(NORMED, cpu, 10).nodes
-    layouts = {type(node.x) for node in nodes if node.algorithm == "batch-norm"}
+    layouts = {type(node.x) for node in make_plan(NORMED, cpu, 10).nodes if node.algorithm == "batch-norm"}
     assert layouts == {NHWC if algorithm == "channels" else Blocked}
     check_case(OnTarget(cpu), make_case(NORMED, images=19))
 
@@ -70,12 +70,6 @@ def test_tiles_keep_what_a_seam_lies_across_and_no_more(name):
     assert all(ends[start] <= following for start, following in itertools.pairwise(sorted(ends)))
 
 
-FLATTENED = Network((7, 6, 3), (
-    Conv2d(5, 3), BatchNorm2d(), ReLU(), MaxPool2d(2, 1), Conv2d(5, 3, padding="same"), BatchNorm2d(),
-    Residual((Conv2d(5, 1), BatchNorm2d())), MaxPool2d(2, 1), Flatten(), Linear(3),
-))  # fmt: skip
-
-
 @pytest.mark.parametrize("algorithm", ["lanes", "channels"])
 @pytest.mark.parametrize("network", [NORMED, FLATTENED], ids=["normed", "flattened"])
 def test_training_in_tiles(network, algorithm):
@@ -91,24 +85,20 @@ def test_gradients_in_tiles(algorithm):
 
 
 def test_a_batch_has_no_more_images_than_there_are_tiles_for():
-    program = OnTarget(threads=1).compile(NORMED, LOSS, SGD(), 4)
-    handle = program.load(np.zeros((9, 7, 6, 3), np.float32), np.zeros(9, np.int32))
+    program, handle = started(OnTarget(threads=1), make_case(NORMED, images=9), SGD(), 4)
     with pytest.raises(ValueError, match="9 images in a batch of at most 4"):
         program.gradients(handle, np.arange(9))
 
 
 def test_a_lost_run_leaves_nothing_behind():
     """Tiles that a smaller batch does not use may hold what is no number."""
-    rng = np.random.default_rng(2)
-    images, found = rng.standard_normal((40, 7, 6, 3)).astype(np.float32), []
+    case, found = make_case(NORMED, images=40), []
     for lost in (False, True):
-        program = OnTarget(TARGETS["sse"]).compile(NORMED, LOSS, SGD(), 40)
-        state = NORMED.initial_state(3)
+        program, handle = started(OnTarget(TARGETS["sse"]), case, SGD(), 40)
         if lost:
-            program.restore(state)
-            program.train(program.load(images * np.float32(np.inf), np.zeros(40, np.int32)), np.arange(40), 0.1)
+            program.train(program.load(case.images * np.float32(np.inf), case.labels), np.arange(40), 0.1)
             assert not np.isfinite(program.state()["parameters"]).all()
-        program.restore(state)
-        found.append(program.gradients(program.load(images, np.arange(40) % 4), np.arange(3))[1])
+        program.restore(case.state)
+        found.append(program.gradients(handle, np.arange(3))[1])
     assert np.isfinite(found[0]).all()
     np.testing.assert_array_equal(*found)

@@ -6,19 +6,18 @@ import os
 import re
 import signal
 from dataclasses import dataclass
+from unittest.mock import MagicMock
 
 import numpy as np
 import psutil
 import pytest
 from commands import ROOT, starting, wait_for
 
+from cnnexp import SGD, Flatten, Linear, Loss, Network
 from cnnexp.backends.simd import CpuSimd
 from cnnexp.backends.simd.compiler.host import host, host_target
 from cnnexp.backends.simd.runtime import compilation, program
 from cnnexp.errors import CompilerDied
-from cnnexp.network import Flatten, Linear, Network
-from cnnexp.network.losses import Loss
-from cnnexp.optimizers import SGD
 from cnnexp.tracking.events import JOURNAL, read_journal
 
 COMPILE_IN_SUBPROCESS, CALL = compilation.compile_in_subprocess, compilation.child.call
@@ -49,15 +48,10 @@ DIED += "backend.fallback=true goes on with cpu-parallel"
 
 @pytest.fixture
 def asked(monkeypatch):
-    """Compiling in a subprocess as in a run; the list of what was asked of the child."""
-    asked = []
-
-    def compile_in_subprocess(key, described):
-        asked.append(key)
-        return COMPILE_IN_SUBPROCESS(key, described)
-
+    """Compiling in a subprocess as in a run; what notes the calls."""
     monkeypatch.setattr(program, "_ready", {})
-    monkeypatch.setattr(compilation, "compile_in_subprocess", compile_in_subprocess)
+    asked = MagicMock(side_effect=COMPILE_IN_SUBPROCESS)
+    monkeypatch.setattr(compilation, "compile_in_subprocess", asked)
     return asked
 
 
@@ -71,8 +65,7 @@ def cold(asked, tmp_path, monkeypatch):
 @pytest.fixture
 def compiler(tmp_path, monkeypatch):
     """Return compiler(function): from now on a child process has it for a compiler."""
-    paths = [str(tmp_path), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{ROOT}", prepend=os.pathsep)
     return lambda function: (tmp_path / "sitecustomize.py").write_text(SITE.format(compiler=function))
 
 
@@ -126,13 +119,13 @@ def test_the_child_compiles_and_a_warm_start_asks_nobody(cold, tmp_path, monkeyp
     monkeypatch.setattr(compilation.child, "call", lambda *asked: made.append(CALL(*asked)) or made[-1])
     for _ in range(2):
         assert scores() == [[20.0, 25.0]]
-        assert len(cold) == 1
+        assert cold.call_count == 1
         program._ready.clear()
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     monkeypatch.setattr(compilation.child, "call", lambda *_: made[0])
     assert scores() == [[20.0, 25.0]]
-    assert len(cold) == 2
+    assert cold.call_count == 2
 
 
 def test_what_the_child_cannot_know_or_where_there_is_none_is_compiled_here(cold, monkeypatch):
@@ -140,12 +133,12 @@ def test_what_the_child_cannot_know_or_where_there_is_none_is_compiled_here(cold
     class Mine(SGD):
         pass
 
-    here, compile_here = [], compilation.compile_in_process
-    monkeypatch.setattr(compilation, "compile_in_process", lambda *given: here.append(given) or compile_here(*given))
+    here = MagicMock(side_effect=compilation.compile_in_process)
+    monkeypatch.setattr(compilation, "compile_in_process", here)
     assert scores(Mine()) == [[20.0, 25.0]]
     monkeypatch.setattr(compilation.child.sys, "executable", "/nowhere/python")
     assert scores() == [[20.0, 25.0]]
-    assert len(cold) == len(here) == 2
+    assert cold.call_count == here.call_count == 2
 
 
 def test_a_compiler_that_hangs_is_ended(cold, monkeypatch):

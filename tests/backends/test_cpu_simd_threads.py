@@ -1,28 +1,29 @@
 """How many threads of `cpu-simd` work: what they choose on a made-up machine, and that the bits stay the same."""
 
+from dataclasses import dataclass
+
 import numpy as np
 import pytest
 from backends.on_target import HOST, OnTarget
-from conformance import assert_same_state
+from conformance import assert_same_state, make_case, started
 
-from cnnexp import BatchNorm2d, Conv2d, Flatten, Linear, MaxPool2d, Network, ReLU, Residual
+from cnnexp import Adam, BatchNorm2d, Conv2d, Flatten, Linear, MaxPool2d, Network, ReLU, Residual
 from cnnexp.backends.simd.runtime.adaptive_threads import TRIAL_S, AdaptiveThreads
 from cnnexp.backends.simd.runtime.program import make_plan
-from cnnexp.network.losses import Loss
-from cnnexp.optimizers import Adam
 
 CONVOLUTION = Network((10, 10, 1), (Conv2d(8, 3), ReLU(), MaxPool2d(2), Flatten(), Linear(10)))
-NORMED = Network(
-    (10, 10, 1), (Conv2d(8, 3), BatchNorm2d(), ReLU(), Residual((Conv2d(8, 3, padding="same"),)), Flatten(), Linear(10))
-)
+BLOCK = Residual((Conv2d(8, 3, padding="same"),))
+NORMED = Network((10, 10, 1), (Conv2d(8, 3), BatchNorm2d(), ReLU(), BLOCK, Flatten(), Linear(10)))
 OWNED = Network((12, 12, 1), (Flatten(), Linear(256), ReLU(), Linear(10)))
 
 
+@dataclass
 class Machine:
     """A step takes `alone_s` on one thread and `together_s` on all."""
 
-    def __init__(self, adaptive, alone_s, together_s):
-        self.adaptive, self.alone_s, self.together_s = adaptive, alone_s, together_s
+    adaptive: AdaptiveThreads
+    together_s: float
+    alone_s: float = 1e-4
 
     def train(self, seconds):
         """Return the share of the time in which one thread worked, and the steps that were done a second."""
@@ -38,7 +39,7 @@ class Machine:
 
 @pytest.mark.parametrize(("together_s", "least", "most"), [(6e-5, 0, 0.01), (1e-3, 0.9, 1)], ids=["quiet", "busy"])
 def test_one_thread_works_where_others_keep_the_cores_busy_and_all_do_elsewhere(together_s, least, most):
-    machine = Machine(AdaptiveThreads(2), alone_s=1e-4, together_s=together_s)
+    machine = Machine(AdaptiveThreads(2), together_s)
     machine.train(2)
     share, rate = machine.train(30)
     assert least <= share <= most
@@ -46,19 +47,19 @@ def test_one_thread_works_where_others_keep_the_cores_busy_and_all_do_elsewhere(
 
 
 def test_all_work_again_when_the_others_have_gone_and_what_passes_sends_no_thread_away():
-    machine = Machine(AdaptiveThreads(4), alone_s=1e-4, together_s=1e-3)
+    machine = Machine(AdaptiveThreads(4), together_s=1e-3)
     machine.train(30)
     machine.together_s = 4e-5
     machine.train(10)  # no trial is further off
     assert machine.train(10)[0] < 0.01
 
-    machine = Machine(AdaptiveThreads(2), alone_s=1e-4, together_s=6e-5)
+    machine = Machine(AdaptiveThreads(2), together_s=6e-5)
     for together_s in (6e-5, 6e-4, 6e-5):  # a short disturbance
         machine.together_s = together_s
         share, _ = machine.train(0.1 if together_s < 1e-4 else 0.05)
     assert share < 0.1
 
-    machine = Machine(AdaptiveThreads(2), alone_s=1e-4, together_s=6e-4)
+    machine = Machine(AdaptiveThreads(2), together_s=6e-4)
     while machine.adaptive.size == 2:
         machine.train(0.01)
     machine.together_s = 6e-5
@@ -68,7 +69,7 @@ def test_all_work_again_when_the_others_have_gone_and_what_passes_sends_no_threa
 
 def test_a_short_call_that_waking_the_threads_outlasts_does_not_count_alone():
     adaptive = AdaptiveThreads(2)
-    machine = Machine(adaptive, alone_s=1e-4, together_s=6e-5)
+    machine = Machine(adaptive, together_s=6e-5)
     for _ in range(20):
         adaptive.took(adaptive.next()[0], steps=1, seconds=1e-3)  # cold
         assert machine.train(0.2)[0] < 0.05
@@ -78,29 +79,23 @@ def test_a_short_call_that_waking_the_threads_outlasts_does_not_count_alone():
 def test_no_other_number_is_tried_where_there_is_none_or_steps_are_long():
     for adaptive in (AdaptiveThreads(1), AdaptiveThreads(2, trials=False)):
         size = adaptive.size
-        Machine(adaptive, alone_s=1e-4, together_s=1e-3).train(3)
+        Machine(adaptive, together_s=1e-3).train(3)
         assert adaptive.size == size
     assert Machine(AdaptiveThreads(2), alone_s=TRIAL_S * 2, together_s=TRIAL_S).train(30)[0] == 0
 
 
 @pytest.mark.parametrize("network", [CONVOLUTION, OWNED, NORMED], ids=["convolution", "owned", "normed"])
 def test_one_thread_that_does_all_shares_computes_the_same_bits(network):
-    rng, threads, batch = np.random.default_rng(0), 3, 40
     assert make_plan(OWNED, HOST, 14).owns, "one of them has a thread step its own weights"
-    images = rng.random((100, *network.input_shape), np.float32)
-    labels = rng.integers(0, 10, 100)
     found = []
     for alone in (True, False):
-        program = OnTarget(threads=threads).compile(network, Loss.SOFTMAX_CROSS_ENTROPY, Adam(lr=0.01), batch)
-        program._adaptive = AdaptiveThreads(threads, trials=False)
+        program, handle = started(OnTarget(threads=3), make_case(network, images=100), Adam(lr=0.01), 40)
+        program._adaptive = AdaptiveThreads(3, trials=False)
         if alone:
             program._adaptive.size = 1
             program._adaptive.took(1, steps=1, seconds=1.0)
-        handle = program.load(images, labels)
-        program.restore(network.initial_state(1))
         totals = program.train(handle, np.arange(100)[::-1].copy(), 0.01)
         total, gradient = program.gradients(handle, np.arange(7))
         arrays = {"gradient": gradient, "scores": program.predict(handle), **program.state()}
-        found.append((totals, total, arrays))
-    assert found[0][:2] == found[1][:2]
-    assert_same_state(found[0][2], found[1][2])
+        found.append({"totals": totals, "total": total, **arrays})
+    assert_same_state(*found)

@@ -5,13 +5,11 @@ import os
 import pytest
 from commands import suite
 from machine_code import CPUS
+from tables import each
 
 ONE_CPU = "tests/backends/one_cpu.py"
-SUITES = (
-    *(f"tests/backends/test_{suite}.py" for suite in ("conformance", "random_networks", "cpu_simd")),
-    "-k",
-    "cpu-simd or test_cpu_simd",
-)
+FILES = (f"tests/backends/test_{suite}.py" for suite in ("conformance", "random_networks", "cpu_simd"))
+SUITES = (*FILES, "-k", "cpu-simd or test_cpu_simd")
 
 
 def runs():
@@ -22,11 +20,11 @@ def runs():
             yield pytest.param(name, (*SUITES, "-m", "not slow"), id=f"{name}-conformance", marks=pytest.mark.slow)
 
 
-@pytest.mark.parametrize(("name", "arguments"), list(runs()))
+@each(*runs())
 def test_cpu(name, arguments):
-    cpu, environ = CPUS[name], {**os.environ, "TEST_CPU": name}
-    for key in ("NUMBA_CPU_NAME", "NUMBA_CPU_FEATURES"):
-        environ.pop(key, None)
+    cpu = CPUS[name]
+    environ = {key: value for key, value in os.environ.items() if not key.startswith("NUMBA_CPU_")}
+    environ["TEST_CPU"] = name
     if cpu.runs_here:
         environ |= {"NUMBA_CPU_NAME": cpu.name, "NUMBA_CPU_FEATURES": cpu.features}
     suite("-p", "no:faulthandler", "--capture=sys", *arguments, environ=environ)

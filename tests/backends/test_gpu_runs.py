@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from commands import ROOT
+from commands import ROOT, python
 
 pytest.importorskip("numba_cuda", reason="runs numba-cuda: pip install cnnexp[gpu]")
 
@@ -26,9 +26,8 @@ SETTINGS = (
 def train(gpu: SoftGpu, folder: Path, *arguments: str) -> tuple[subprocess.CompletedProcess, list[dict]]:
     """Train on a GPU; return how it ended, and the lines of the run's journal."""
     command = [sys.executable, "-m", "cnnexp", *SETTINGS, f"hydra.run.dir={folder}", *arguments]
-    done = subprocess.run(command, cwd=ROOT, env=gpu.environment(), capture_output=True, text=True, timeout=500)
-    journal = folder / "journal.jsonl"
-    return done, [json.loads(line) for line in journal.read_text().splitlines()] if journal.exists() else []
+    done = subprocess.run(command, cwd=ROOT, env=gpu.environment(), capture_output=True, text=True)
+    return done, [json.loads(line) for line in (folder / "journal.jsonl").read_text().splitlines()]
 
 
 SCRIPT = """
@@ -43,8 +42,6 @@ try:
 except GpuError as error:
     print(error)
 """
-
-
 UNFIT = (
     (SoftGpu(driver=(12, 8)), r"the NVIDIA driver takes CUDA 12\.8, the compiler here is of CUDA 13\.\d+: update"),
     (SoftGpu(capability=(7, 0)), r"backend\.device=0: .* has compute capability 7\.0, the compiler here is for 7\.5"),
@@ -54,7 +51,7 @@ FULL = SoftGpu(fault="alloc:5"), r"the GPU is out of memory; lower trainer\.batc
 
 @pytest.mark.parametrize(("gpu", "says"), [FULL, *(pytest.param(*one, marks=pytest.mark.thorough) for one in UNFIT)])
 def test_a_gpu_that_gives_up_is_one_line(gpu, says):
-    told = subprocess.check_output([sys.executable, "-c", SCRIPT], cwd=ROOT, env=gpu.environment(), text=True)
+    told = python("-c", SCRIPT, env=gpu.environment())
     assert re.fullmatch(rf"{says}[^\n]*\n", told), told
 
 
@@ -77,8 +74,7 @@ def test_a_lost_gpu_is_one_line_and_a_failed_run_that_goes_on_elsewhere(tmp_path
 
 @pytest.mark.thorough
 def test_two_workers_train_on_two_gpus_what_one_trains_on_one(tmp_path):
-    report = tmp_path / "findings"
-    found = []
+    report, found = tmp_path / "findings", []
     for count in (1, 2):
         gpu = SoftGpu(devices=count, report=report)
         done, journal = train(gpu, tmp_path / str(count), "workers=local", f"workers.count={count}", "trainer.epochs=2")
@@ -95,11 +91,10 @@ def test_a_fused_step_is_explained(tmp_path):
     done, _ = train(gpu, folder, "backend=gpu-fused", "trainer.profile=true", "dataset.train_size=64")
     assert done.returncode == 0, done.stderr
     assert re.search(r"^gpu-fused step +between the parts \d+%", done.stdout, re.MULTILINE)
-    explain = [sys.executable, "-m", "cnnexp", "explain", str(folder)]
-    told = subprocess.check_output(explain, cwd=ROOT, env=gpu.environment(), text=True, timeout=100)
+    told = python("-m", "cnnexp", "explain", folder, env=gpu.environment())
     assert re.search(r"^linear1 loss forward +gpu-fused +[\d.]+ ", told, re.MULTILINE)
     assert re.search(r"^updating the parameters +gpu-fused +[\d.]+ ", told, re.MULTILINE)
-    assert "multiprocessors" in (folder / "profile.json").read_text()
     profile = json.loads((folder / "profile.json").read_text())
+    assert "multiprocessors" in str(profile)
     assert profile["device"].startswith("software GPU")
     assert profile["machine"]["gflops"] > 0

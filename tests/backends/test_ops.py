@@ -20,12 +20,6 @@ from cnnexp.backends.plain.python import PythonOps
 from cnnexp.backends.protocol import Ops
 from cnnexp.errors import BackendUnavailable
 
-SETS = (
-    *("plain.python:PythonOps", "plain.numpy:NumpyOps", "plain.unrolled:UnrolledOps", "cpu.sequential:CpuOps"),
-    *("cpu.published:PublishedOps", "gpu.naive:NaiveOps", "gpu.shared:SharedInputOps", "gpu.shared:SharedOps"),
-    "gpu.tuned:TunedOps",
-)
-
 
 @functools.cache
 def methods(cls: type) -> dict[str, list[str]]:
@@ -34,9 +28,12 @@ def methods(cls: type) -> dict[str, list[str]]:
     return {name: list(inspect.signature(f).parameters) for name, f in functions if not name.startswith("_")}
 
 
-@pytest.mark.parametrize("where", SETS)
-def test_operations_have_the_names_and_arguments_of_the_contract(where):
-    module, _, name = where.partition(":")
+@each(
+    *(("plain.python", "PythonOps"), ("plain.numpy", "NumpyOps"), ("plain.unrolled", "UnrolledOps")),
+    *(("cpu.sequential", "CpuOps"), ("cpu.published", "PublishedOps"), ("gpu.naive", "NaiveOps")),
+    *(("gpu.shared", "SharedInputOps"), ("gpu.shared", "SharedOps"), ("gpu.tuned", "TunedOps")),
+)
+def test_operations_have_the_names_and_arguments_of_the_contract(module, name):
     try:
         cls = getattr(importlib.import_module(f"cnnexp.backends.{module}"), name)
     except BackendUnavailable as error:
@@ -72,8 +69,7 @@ def kernels():
 
 def out_of_order(name: str, arguments: list[str]) -> bool:
     """Tell whether a function named as an operation, or a part of one, has its arguments in another order."""
-    operation = PART.fullmatch(name)["operation"]
-    order = methods(Ops).get(operation, [])
+    order = methods(Ops).get(PART.fullmatch(name)["operation"], [])
     found = [order.index(ALIASES.get(a, a)) for a in arguments if ALIASES.get(a, a) in order]
     return found != sorted(found)
 

@@ -12,6 +12,9 @@ import softgpu
 from softgpu import SoftGpu
 
 OWN = "tests/backends/soft_gpu.py"
+OF_ALL = "tests/backends/test_conformance.py", "tests/backends/test_random_networks.py"
+SOME = "-k", "gpu and (outside or random or binary or ties or optimizer)"
+NETWORKS = OWN, "-m", "slow and not mutant", "-k", "network or real_size"
 TWO = SoftGpu(devices=2, multiprocessors=4)
 OF_EACH_KIND = SoftGpu(devices=3, capabilities=((7, 5), (9, 0), (12, 0)), multiprocessors=4)
 pytestmark = pytest.mark.skipif(bool(softgpu.unavailable()), reason=softgpu.unavailable())
@@ -19,21 +22,8 @@ pytestmark = pytest.mark.skipif(bool(softgpu.unavailable()), reason=softgpu.unav
 
 @each(
     pytest.param(TWO, (OWN,), id="backends", marks=pytest.mark.thorough),
-    pytest.param(
-        TWO,
-        (
-            *("tests/backends/test_conformance.py", "tests/backends/test_random_networks.py"),
-            *("-k", "gpu and (outside or random or binary or ties or optimizer)"),
-        ),
-        id="what all backends are held to",
-        marks=pytest.mark.slow,
-    ),
-    pytest.param(
-        OF_EACH_KIND,
-        (OWN, "-m", "slow and not mutant", "-k", "network or real_size"),
-        id="every network on every backend and a GPU of each kind",
-        marks=pytest.mark.slow,
-    ),
+    pytest.param(TWO, (*OF_ALL, *SOME), id="what all backends are held to", marks=pytest.mark.slow),
+    pytest.param(OF_EACH_KIND, NETWORKS, id="every network on a GPU of each kind", marks=pytest.mark.slow),
     pytest.param(TWO, (OWN, "-m", "slow", "-k", "epoch"), id="an epoch of MNIST", marks=pytest.mark.slow),
 )
 def test_backends(tmp_path, gpu, arguments):

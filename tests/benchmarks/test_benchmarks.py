@@ -3,13 +3,13 @@ import functools
 import json
 import math
 import platform
-import subprocess
 import sys
 from importlib.util import find_spec
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from commands import ROOT
+from commands import ROOT, often, python
 from tables import each
 
 from benchmarks import __main__ as program
@@ -18,7 +18,7 @@ from cnnexp import SGD, Conv2d, Flatten, Linear, MaxPool2d, Network, ReLU, Resid
 
 TINY = cases.select(["tiny"])[0]
 expected = functools.cache(oracle.expected)
-FURTHER = ["strided-b1", "lenet5_1998-b1", "gelu_mlp-b16", "resnet20-b1", "mobilenet-b1"]
+SMALL = ["tiny", "strided-b1", "lenet5_1998-b1", "gelu_mlp-b16", "resnet20-b1", "mobilenet-b1"]
 
 
 def match(samples, batch_size=100, side="peer", per_step=100):
@@ -43,10 +43,8 @@ def test_multiply_adds_of_an_inner_convolution_include_its_input_gradient():
     first, second, linear = 8 * 8 * 2 * 9, 6 * 6 * 4 * 9 * 2, 3 * 3 * 4 * 5
     through = 2 * first + second + 2 * second // 4 + 3 * linear
     assert cases.multiply_adds(Network((10, 10, 1), layers)) == (through, 2 * first + 3 * second + 3 * linear)
-    block = Residual((Conv2d(2, 3, padding="same"),)), Conv2d(1, 10)
-    assert cases.multiply_adds(Network((10, 10, 2), block)) == (2 * 3600 + 3 * 200,) * 2, (
-        "what a block holds counts once"
-    )
+    block = Residual((Conv2d(2, 3, padding="same"),)), Conv2d(1, 10)  # what it holds counts once
+    assert cases.multiply_adds(Network((10, 10, 2), block)) == (2 * 3600 + 3 * 200,) * 2
 
 
 def test_what_is_legal_is_named_and_the_recorded_command_holds_no_folder_of_this_machine():
@@ -107,14 +105,10 @@ def test_our_order_visits_what_was_put_away_as_it_stood(count):
 
 
 def test_lines_compare_with_the_best_peer_and_the_limit_and_failures_say_so():
-    found = {
-        line.contestant: line
-        for line in report.lines(match({"cpu": [0.2, 0.1, 0.4], "torch": [2, 1, 4], "jax": [4, 4, 4]}))
-    }
-    assert found["cpu"].rate == 500
-    assert found["cpu"].worst == 250
-    assert found["cpu"].against_peer == 10
-    assert found["cpu"].of_limit == 0.5
+    record = match({"cpu": [0.2, 0.1, 0.4], "torch": [2, 1, 4], "jax": [4, 4, 4]})
+    found = {line.contestant: line for line in report.lines(record)}
+    cpu = found["cpu"]
+    assert (cpu.rate, cpu.worst, cpu.against_peer, cpu.of_limit) == (500, 250, 10, 0.5)
     assert found["jax"].against_peer == 0.5
     assert found["sgemm"].of_limit == 1
 
@@ -168,36 +162,24 @@ def test_clocks_count_a_call_within_a_call_once():
     assert clocks.seconds == {"configuration and the rest": 1 + 12, "outer": 2 + 1, "inner": 4}
 
 
-@pytest.mark.parametrize(
-    "case",
-    [TINY, *(pytest.param(case, marks=pytest.mark.thorough) for case in cases.select(FURTHER))],
-    ids=lambda c: c.name,
-)
+@pytest.mark.parametrize("name", often(SMALL, ["tiny"]))
 @pytest.mark.parametrize("entry", [e for e in contestants.ENTRIES.values() if e.side == "peer"], ids=lambda e: e.name)
-def test_peers_do_the_work_of_the_oracle(entry, case, ask, tmp_path):
+def test_peers_do_the_work_of_the_oracle(entry, name, ask, tmp_path):
     if find_spec(entry.module) is None:
         pytest.skip(f"{entry.module} is not installed")
     if "compiled" in entry.name:
         pytest.skip("compiling takes half a minute; `python -m benchmarks` checks it each time")
-    if entry.infers:
-        case = cases.select([f"{case.name}-predict"])[0]
+    case = cases.select([f"{name}-predict" if entry.infers else name])[0]
     true = expected(case)
     np.savez(tmp_path / "oracle.npz", **true)
     off = report._error(ask(entry.name, case.name, tmp_path / "oracle.npz")["check"])
     assert off < 1e-6 + true.get(f"blur_gradient_{case.batch_size}", 0)
 
 
-class Guess:
-    """A contestant that finds all classes alike."""
-
-    def probabilities(self):
-        return np.full((8, 10), 0.1)
-
-
 def test_probabilities_that_are_wrong_are_refused():
-    case = cases.select(["tiny-predict"])[0]
+    alike, (case,) = SimpleNamespace(probabilities=lambda: np.full((8, 10), 0.1)), cases.select(["tiny-predict"])
     with pytest.raises(ValueError, match=r"probabilities are off by .* from the float64 oracle, 1e-05 is allowed"):
-        worker.check_probabilities(Guess(), expected(case))
+        worker.check_probabilities(alike, expected(case))
 
 
 class Made:
@@ -250,17 +232,13 @@ def test_a_worker_that_dies_or_hangs_is_reported(tmp_path, contestant, limit_s, 
 
 
 def test_the_program_from_one_end_to_the_other(tmp_path):
-    command = [sys.executable, "-m", "benchmarks", "--cases", "tiny", "--threads", "1", "--quick"]
-    command += ["--contestants", "numpy", "--out", str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    result = json.loads((tmp_path / "cpu.json").read_text())
-    rows = {row["contestant"]: row for row in result["matches"][0]["rows"]}
+    what = "--cases", "tiny", "--threads", "1", "--quick", "--contestants", "numpy"
+    python("-m", "benchmarks", *what, "--out", tmp_path)
+    rows = {row["contestant"]: row for row in json.loads((tmp_path / "cpu.json").read_text())["matches"][0]["rows"]}
     assert set(rows) == {"fma-loop", "sgemm", "numpy"}
     for row in rows.values():
-        assert row["error"] is None
-        assert len(row["samples"]) == 2
-        assert all(math.isfinite(s) and s > 0 for s in row["samples"])
+        assert (row["error"], len(row["samples"])) == (None, 2)
+        assert all(0 < s < math.inf for s in row["samples"])
         assert row["peak_bytes"] > 10**7
     assert rows["numpy"]["setup"]["check"]["gradient"] < 1e-6
     text = (tmp_path / "cpu.md").read_text()

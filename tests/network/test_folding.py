@@ -32,15 +32,15 @@ def test_the_folded_network_gives_the_same_scores(shape, layers, left):
     again = make_case(folded.network)
     again.images, again.parameters = case.images, folded.parameters(case.state)
     assert again.parameters.dtype == np.float32
-    described = as_parameters(again.layers)
-    expected, found = (reference.forward(layers, case.float_images)[-1] for layers in (case.layers, described))
+    described = as_parameters(again.layers())
+    expected, found = (reference.forward(layers, case.float_images)[-1] for layers in (case.layers(), described))
     assert reference.relative_error(found, expected) < 1e-6
 
 
 def as_parameters(layers):
     """Have the oracle take a BatchNorm2d for the scale and the shift that its parameters are once folded."""
     for layer in layers:
-        if layer["kind"] == "batch_norm":
+        if layer["kind"] == "batchnorm2d":
             layer |= {"running": [np.zeros_like(layer["weight"]), np.ones_like(layer["weight"])], "epsilon": 0.0}
         as_parameters(layer.get("layers", []))
     return layers

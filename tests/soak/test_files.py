@@ -49,7 +49,5 @@ def test_sound_files_are_read_and_mutated_ones_are_read_or_refused_in_a_line(tmp
 
 
 def test_a_fault_is_seen(tmp_path):
-    path = tmp_path / "x"
-    path.write_bytes(b"")
-    raising = files.Format("x", list, lambda path: 1 / 0)
-    assert files.fault_of(raising, path).startswith("ZeroDivisionError")
+    path = files._written(tmp_path / "x", b"")
+    assert files.fault_of(files.Format("x", list, lambda path: 1 / 0), path).startswith("ZeroDivisionError")

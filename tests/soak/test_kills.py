@@ -11,12 +11,17 @@ from soak.commands import Recorded
 
 NETWORK = Network((2, 2, 1), (Flatten(), Linear(2)))
 STEPS = range(1, kills.EPOCHS + 1)
-METRICS = {name: [(epoch, 1 / epoch) for epoch in STEPS] for name in commands.ALWAYS}
 
 
-def keep(folder, parameters):
+def recorded(epochs, status="FINISHED"):
+    return Recorded("r", status, {name: [(epoch, 1 / epoch) for epoch in epochs] for name in commands.ALWAYS})
+
+
+def weights(folder, parameters):
+    """Return the weights that a run with a checkpoint of them leaves."""
     training = describe(NETWORK, Loss.SOFTMAX_CROSS_ENTROPY, SGD(), 8, Constant(), 5, "0" * 64)
     CheckpointWriter(folder / FOLDER, training).save({"parameters": parameters}, {})
+    return commands.weights(folder)
 
 
 def journal(folder, epochs=STEPS, ended=("finish", "stored"), times_ms=None):
@@ -39,13 +44,11 @@ def journal(folder, epochs=STEPS, ended=("finish", "stored"), times_ms=None):
 )
 def test_what_a_kill_may_change_is_seen(tmp_path, monkeypatch, change, fault):
     parameters = np.zeros(NETWORK.parameter_count, np.float32)
-    keep(tmp_path / "run", parameters)
-    wanted = commands.weights(tmp_path / "run")
+    wanted = weights(tmp_path / "run", parameters)
     if change == "a weight":  # by one bit
         parameters[3] = np.nextafter(parameters[3], np.float32(2))
-        keep(tmp_path / "other", parameters)
-        wanted = commands.weights(tmp_path / "other")
-    metrics = {name: list(values) for name, values in METRICS.items()}
+        wanted = weights(tmp_path / "other", parameters)
+    metrics = recorded(STEPS).metrics
     if change == "a metric":
         del metrics["test/accuracy"][2]
     elif change in ("a test loss", "a training loss"):
@@ -56,18 +59,17 @@ def test_what_a_kill_may_change_is_seen(tmp_path, monkeypatch, change, fault):
     if change == "a file":
         (tmp_path / "run" / ".x.7.tmp").write_bytes(b"")
     monkeypatch.setattr(kills, "recorded", lambda *_: [Recorded("r", "FINISHED", metrics)])
-    found = kills._compare(tmp_path, tmp_path / "mlflow.db", "x", wanted, METRICS)
+    found = kills._compare(tmp_path, tmp_path / "mlflow.db", "x", wanted, recorded(STEPS).metrics)
     assert found is None if fault is None else found.startswith(fault)
 
 
 def test_a_job_that_is_missing_or_still_running_is_seen(tmp_path, monkeypatch):
-    metrics = {name: [(1, 1.0), (2, 0.5)] for name in commands.ALWAYS}
     for runs, fault in (
         (["FINISHED", "FINISHED", "KILLED"], None),
         (["FINISHED", "RUNNING"], "1 of 2 MLflow runs are RUNNING"),
         (["FINISHED", "KILLED"], "1 of 2 jobs are FINISHED"),
     ):
-        found = [Recorded(status, status, metrics) for status in runs]
+        found = [recorded((1, 2), status) for status in runs]
         monkeypatch.setattr(kills, "recorded", lambda *_, found=found: found)
         assert kills._sweep_fault(tmp_path, "x", 2) == fault
 
@@ -87,12 +89,10 @@ def test_an_epoch_that_waits_for_a_store_is_seen(tmp_path, monkeypatch, kept_ms,
         samples.append((now, now - (waited_ms if epoch > 15 else 0), recorder * now))
         now += 100 + (kept_ms + waited_ms if epoch == 15 else 0)
     journal(tmp_path / "run", range(1, 31), times_ms=times)
-    metrics = {name: [(epoch, 1.0) for epoch in range(1, 31)] for name in commands.ALWAYS}
-    stopped = (times[10], times[10] + 1000)
-    found = stores._fault(tmp_path / "run", [Recorded("r", "FINISHED", metrics)], stopped, samples)
+    runs, stopped = [recorded(range(1, 31))], (times[10], times[10] + 1000)
+    found = stores._fault(tmp_path / "run", runs, stopped, samples)
     assert found is None if said is None else found.startswith(said)
-    few = stores._fault(tmp_path / "run", [Recorded("r", "FINISHED", metrics)], (times[29], times[30]), samples)
-    assert "too few to judge by" in few
+    assert "too few to judge by" in stores._fault(tmp_path / "run", runs, (times[29], times[30]), samples)
 
 
 @each(

@@ -22,8 +22,7 @@ def run(monkeypatch, capsys, *words):
 
 
 def test_a_part_that_does_not_hold_is_told_and_a_slice_ends_in_time(monkeypatch, capsys, tmp_path):
-    faults = iter([None, "lost an epoch", None, None])
-    monkeypatch.setattr(soak, "PARTS", {"fake": lambda folder, seed: faults})
+    monkeypatch.setattr(soak, "PARTS", {"fake": lambda folder, seed: iter([None, "lost an epoch", None, None])})
     code, out = run(monkeypatch, capsys, "fake", "--folder", str(tmp_path))
     assert code == 1
     assert out.startswith("fake: lost an epoch\nfake: 3 of 4 hold, in ")

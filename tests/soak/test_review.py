@@ -1,14 +1,14 @@
 """Every command that the soak's table names, in one process that forks for each."""
 
 import os
-import subprocess
 import sys
 
 import pytest
+from commands import ROOT, python
 from tables import each
 
 from soak import review
-from soak.commands import ROOT, Done
+from soak.commands import Done
 
 LINE = "cnnexp: error: model.filters=0: must be >= 1\n"
 CASE = review.tiny("model.filters=0", says="model.filters=0")
@@ -17,11 +17,8 @@ CASE = review.tiny("model.filters=0", says="model.filters=0")
 @pytest.mark.thorough
 @pytest.mark.skipif(sys.platform != "linux", reason="it forks, and reads /proc")
 def test_every_command_of_the_review_ends_as_it_should(tmp_path):
-    command = [sys.executable, "-m", "soak", "review", "--folder", str(tmp_path)]
-    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environ, check=False)
-    assert done.returncode == 0, done.stdout
-    assert done.stdout.startswith(f"review: {len(review.CASES)} of {len(review.CASES)} hold")
+    told = python("-m", "soak", "review", "--folder", tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    assert told.startswith(f"review: {len(review.CASES)} of {len(review.CASES)} hold")
 
 
 @each(

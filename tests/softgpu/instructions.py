@@ -106,13 +106,11 @@ def test_products_of_full_width(kind):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["shl", "shr"])
 def test_shifts_by_more_than_there_is(name, kind):
-    bits = int(kind[1:])
-    x = pairs(kind)[:, :1]
+    x, bits = pairs(kind)[:, :1], int(kind[1:])
     for by in (0, 1, bits - 1, bits, bits + 7, 2**31):
         y = computed(f"shl.b{bits}" if name == "shl" else f"shr.{kind}", x, kind, more=f", {by}")
         for a, found in zip(x[:, 0].tolist(), y.tolist(), strict=True):
-            shifted = a << min(by, 64) if name == "shl" else a >> min(by, 64)
-            assert found == wrapped(shifted, kind), (a, by)
+            assert found == wrapped(a << min(by, 64) if name == "shl" else a >> min(by, 64), kind), (a, by)
 
 
 def clipped(values: np.ndarray, least: int, most: int) -> np.ndarray:
@@ -122,8 +120,7 @@ def clipped(values: np.ndarray, least: int, most: int) -> np.ndarray:
 @pytest.mark.parametrize("kind", [*KINDS, "f32", "f64"])
 @pytest.mark.parametrize("name", ["eq", "ne", "lt", "le", "gt", "ge"])
 def test_comparisons(name, kind):
-    x = pairs(kind)
-    a, b = register(kind, 0), register(kind, 1)
+    x, a, b = pairs(kind), register(kind, 0), register(kind, 1)
     unordered = f"{name}u" if kind[0] == "f" else name
     body = f"""
     ld.global.{kind} {a}, [%rd1]; ld.global.{kind} {b}, [%rd1+{x.itemsize}];
@@ -131,8 +128,7 @@ def test_comparisons(name, kind):
     selp.u32 %r4, 1, 0, %p1; selp.u32 %r5, 2, 0, %p2; or.b32 %r4, %r4, %r5;
     st.global.u32 [%rd2], %r4;
     """
-    y = run(body, x, len(x), np.uint32)
-    for (a, b), found in zip(x.tolist(), y.tolist(), strict=True):
+    for (a, b), found in zip(x.tolist(), run(body, x, len(x), np.uint32).tolist(), strict=True):
         nan = a != a or b != b
         wanted = getattr(operator, name)(a, b) and not nan
         assert found == wanted + 2 * (wanted or nan), (a, b)
@@ -201,8 +197,7 @@ $ZERO: mov.u32 %r5, 7;
 $JOIN: activemask.b32 %r7; popc.b32 %r7, %r7; mul.lo.s32 %r7, %r7, 1000; add.s32 %r5, %r5, %r7;
     @%p1 add.s32 %r5, %r5, 5; st.global.u32 [%rd2], %r5;
     """
-    wanted = [32000 + {0: 12, 1: 100, 2: 2, 3: 3}[n % 4] for n in range(64)]
-    assert run(body, x, 64, np.int32).tolist() == wanted
+    assert run(body, x, 64, np.int32).tolist() == [32000 + {0: 12, 1: 100, 2: 2, 3: 3}[n % 4] for n in range(64)]
 
 
 def test_lanes_exchange_and_vote():
@@ -238,7 +233,7 @@ def test_vectors_local_memory_and_generic_addresses():
     kernel[1, 8](y, np.uint32(3))
     assert y.copy_to_host()[8:].tolist() == [2.0 * ((3 + i) % 8) for i in range(8)]
 
-    x = np.arange(16, dtype=np.float32)
+    rows = np.arange(16, dtype=np.float32).reshape(4, 4)
     body = """
     ld.global.v4.f32 {%f1, %f2, %f3, %f4}, [%rd1];
     mov.u64 %rd3, tile; mad.wide.u32 %rd3, %r3, 16, %rd3; st.shared.v2.f32 [%rd3], {%f1, %f2};
@@ -246,15 +241,12 @@ def test_vectors_local_memory_and_generic_addresses():
     cvta.to.shared.u64 %rd5, %rd4; ld.shared.f32 %f9, [%rd5+12]; fma.rn.f32 %f5, %f6, 0f41200000, %f5;
     fma.rn.f32 %f5, %f7, 0f42C80000, %f5; fma.rn.f32 %f5, %f9, 0f447A0000, %f5; st.global.f32 [%rd2], %f5;
     """
-    rows = x.reshape(4, 4)
     assert run(body, rows, 4).tolist() == (rows @ np.float32([1, 10, 100, 1000])).tolist()
     assert softgpu.findings() == []
 
 
 def test_what_it_does_not_have_is_named():
-    text = (
-        ".target sm_90\n.visible .entry k() {\n.reg .b32 %r<3>;\nmov.u32 %r1, 1;\ndp4a.u32.u32 %r2, %r1, %r1, %r1;\n}"
-    )
-    (entry,) = ptx.parse(text)
+    body = ".reg .b32 %r<3>;\nmov.u32 %r1, 1;\ndp4a.u32.u32 %r2, %r1, %r1, %r1;"
+    (entry,) = ptx.parse(f".target sm_90\n.visible .entry k() {{\n{body}\n}}")
     with pytest.raises(ptx.PtxError, match=r"line 5: the software GPU has no such instruction: dp4a\.u32\.u32"):
         assembler.image(entry, Resources(1, 0, 0))

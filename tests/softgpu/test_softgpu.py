@@ -1,12 +1,11 @@
 """The software GPU itself: each suite in a process of its own, which has the GPUs that it asks for."""
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from commands import ROOT, suite
+from commands import python, suite
 from tables import each
 
 pytest.importorskip("numba_cuda", reason="runs numba-cuda: pip install cnnexp[gpu]")
@@ -44,8 +43,6 @@ try:
 except Exception as error:
     print(type(error).__name__, error)
 """
-
-
 FAULTY = (
     (SoftGpu(devices=0), "CUDA_ERROR_NO_DEVICE"),
     (SoftGpu(fault="alloc:2"), "CUDA_ERROR_OUT_OF_MEMORY"),
@@ -58,7 +55,7 @@ FAULTY = (
     *(pytest.param(*machine, marks=pytest.mark.thorough) for machine in FAULTY),
 )
 def test_machines_and_faults_on_demand(gpu, says):
-    assert says in subprocess.check_output([sys.executable, "-c", ASK], cwd=ROOT, env=gpu.environment(), text=True)
+    assert says in python("-c", ASK, env=gpu.environment())
 
 
 def test_nothing_of_it_is_at_work_outside_its_environment():
