@@ -18,7 +18,7 @@ from soak.commands import LIMIT_S, ROOT
 
 MOST_BYTES = 1 << 32  # that a test takes whose guard against a large file is gone
 FAILED = 1  # exit code of pytest where a test did not pass; from 2 on, where none ran
-TREE = ("cnnexp", "conf", "docs", "soak", "tests", "pyproject.toml")
+TREE = ("cnnexp", "conf", "docs", "soak", "benchmarks", "tests", "pyproject.toml")
 
 
 @dataclass(frozen=True)
