@@ -36,7 +36,6 @@ ONLY_IN = {
     "matplotlib": {"cnnexp.papers.figures", "cnnexp.tracking.figures"},
 }
 
-
 MODULES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
     for path in sorted(PACKAGE.rglob("*.py"))

@@ -15,7 +15,6 @@ SCALING = [
     for workers in (1.0, 16.0, 1024.0)
 ]
 
-
 MISSING = ("castanheira_fig2_batch", "castanheira_fig3", "garg_table1", "chavan_fig4")  # one of each kind of figure
 
 

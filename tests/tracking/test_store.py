@@ -132,8 +132,7 @@ def test_an_outage_loses_no_metric_and_doubles_none_and_says_which_store(store, 
 def test_epochs_of_an_earlier_record_in_a_journal_are_not_sent_again(store, tmp_path):
     write(tmp_path, begun(tmp_path, "first1"), epoch(1), epoch(2))
     write(tmp_path, begun(tmp_path, "second"), epoch(1))
-    run_id = store.follow(str(tmp_path))
-    assert history(store, run_id) == [(1, 1.0)]
+    assert history(store, store.follow(str(tmp_path))) == [(1, 1.0)]
 
 
 def test_a_locked_database_is_asked_again_while_its_run_lives(monkeypatch):
