@@ -75,6 +75,7 @@ def run(monkeypatch, capsys, tmp_path):
     from cnnexp import __main__ as cli
     from cnnexp.app import hydra_app
 
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "0")
     handler = signal.getsignal(signal.SIGTERM)
 
     def run(*arguments: str) -> tuple[int, str, str]:
@@ -84,7 +85,7 @@ def run(monkeypatch, capsys, tmp_path):
         monkeypatch.setattr(hydra_app, "_failures", [])
         monkeypatch.setattr(hydra_app, "_recorders", {})
         monkeypatch.setattr(hydra_app.SweepCallback, "started", None)
-        monkeypatch.setenv("HYDRA_FULL_ERROR", "0")
+        os.environ["HYDRA_FULL_ERROR"] = "0"
         try:
             cli.main()
             code = 0
