@@ -37,10 +37,10 @@ def median_interval(values: Sequence[float]) -> Interval:
     A measurement lies below the true median with probability 1/2, so how many do is binomial (Conover, Practical
     Nonparametric Statistics, section 3.2).
     """
-    ordered, count = sorted(values), len(values)
-    # of the 2**count ways those with so many below: whole numbers, as of thousands of measurements no float holds them
+    ordered, count, all_ways = sorted(values), len(values), 2 ** len(values)
+    # of all ways those with so many below: whole numbers, as of thousands of measurements no float holds them
     ways = itertools.accumulate(range((count - 1) // 2), lambda w, i: w * (count - i) // (i + 1), initial=1)
-    confidences = [1 - 2 * outside / 2**count for outside in itertools.accumulate(ways)]  # by how many are dropped
+    confidences = [1 - 2 * outside / all_ways for outside in itertools.accumulate(ways)]  # by how many are dropped
     dropped = max(0, sum(confidence >= CONFIDENCE for confidence in confidences) - 1)  # at each end
     median, low, high = statistics.median(ordered), ordered[dropped], ordered[-1 - dropped]
     return Interval(median, low, high, confidences[dropped], ordered[0], ordered[-1], count)

@@ -9,7 +9,6 @@ long messages (Rabenseifner; Thakur et al. 2005, section 4.5), 2 log2(p) t_s + 2
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -130,5 +129,8 @@ def extrapolate(
 
 def break_even(costs: Costs, training: Training, limit: int = 1 << 20) -> int:
     """Return the first power of two of workers at which communicating takes as long as computing, at most `limit`."""
-    counts = (1 << power for power in range(1, limit.bit_length()))
-    return next((count for count in counts if operator.le(*epoch_s(costs, training, count))), limit)
+    for power in range(1, limit.bit_length()):
+        compute, communicate = epoch_s(costs, training, 1 << power)
+        if communicate >= compute:
+            return 1 << power
+    return limit
