@@ -70,7 +70,7 @@ AVX = f"{SSE4},+avx"
 AVX2 = f"{AVX},+avx2,+fma,+bmi,+bmi2,+f16c,+lzcnt,+movbe"
 AVX512 = f"{AVX2},+avx512f,+avx512bw,+avx512cd,+avx512dq,+avx512vl"
 VEX, YMM, FMA, ZMM = r"\bvmovups\b", r"%ymm\d", r"\bvf(n?)m(add|sub)\d", r"%zmm\d|%k[1-7]\b"
-NO_X86, SVE = r"%[xyz]mm", r"\bz\d+\.[bhsd]\b|\bp\d+/[mz]"
+NO_X86, SVE, UNALIGNED_SPILL = r"%[xyz]mm", r"\bz\d+\.[bhsd]\b|\bp\d+/[mz]", r"\bv?movup[sd]\b.*\(%rsp\)"
 
 CPUS = {
     "sse2": Cpu("x86_64", "x86-64", SSE2, (r"\bmulps\b",), (VEX, YMM, FMA, ZMM, r"\bpopcnt", r"\bpshufb|\bblendv")),
@@ -112,7 +112,7 @@ def checked_assembly(cpu: Cpu, module: llvm.ModuleRef) -> str:
     labels = set(re.findall(r'^"?([^\s"#/]+?)"?:', text, re.MULTILINE))
     called = set(re.findall(r'^\s+(?:callq?|bl|blr)\s+"?([^\s"]+)', text, re.MULTILINE))
     assert called <= labels | {"memset", "memcpy", "memset@PLT", "memcpy@PLT"}, called - labels
-    for pattern in cpu.lacks:
+    for pattern in (*cpu.lacks, UNALIGNED_SPILL):
         found = re.search(rf".*({pattern}).*", text)
         assert not found, f"{cpu.name} has no {found[0].strip()}"
     return text
