@@ -16,8 +16,10 @@ import functools
 import hashlib
 import importlib
 import importlib.util
+import json
 import logging
 import os
+import platform
 import sys
 import tempfile
 from collections.abc import Callable
@@ -25,7 +27,6 @@ from pathlib import Path
 from typing import TypeVar
 
 import llvmlite
-import llvmlite.binding as llvm
 
 from cnnexp import optimizers
 from cnnexp.network import Elementwise, Network, Residual, elementwise, layers, losses, noise, shapes
@@ -43,27 +44,61 @@ MAKING = ".tmp"
 NO_AVX = {"corei7-avx", "core-avx-i", "sandybridge", "ivybridge", "nocona"}
 """CPUs for which Numba leaves AVX alone: LLVM does badly with it there."""
 
+CPU_FACTS = {"vendor_id", "cpu family", "model", "stepping", "flags"}
+CPU_TEXT = 1 << 14
+"""Characters that hold all of a core."""
+
 
 def host() -> tuple[str, str, str]:
     """Return what Numba compiles for: (target triple, CPU name, features as `+avx2,-sse4a,...`).
 
     It is found as Numba finds it, without Numba, which takes 0.3 s and 60 MB.
     """
+    triple, own, features = _asked_llvm()
     name = os.environ.get("NUMBA_CPU_NAME")
     listed = os.environ.get("NUMBA_CPU_FEATURES", "" if str(name).lower() == "generic" else None)
-    name = llvm.get_host_cpu_name() if name is None else name
-    return llvm.get_process_triple(), name, _host_features(name) if listed is None else listed
+    name = own if name is None else name
+    return triple, name, _host_features(name, dict(features)) if listed is None else listed
 
 
-def _host_features(name: str) -> str:
-    try:
-        features = llvm.get_host_cpu_features()
-    except RuntimeError:
-        return ""
+def _host_features(name: str, features: dict[str, bool]) -> str:
     asked = os.environ.get("NUMBA_ENABLE_AVX")
     if not (name not in NO_AVX if asked is None else int(asked)):
         features.update({feature: False for feature in features if feature.startswith("avx")})
-    return features.flatten()
+    return ",".join(f"{'+' if present else '-'}{feature}" for feature, present in sorted(features.items()))
+
+
+@functools.cache
+def _asked_llvm() -> tuple[str, str, dict[str, bool]]:
+    """Return (target triple, CPU, whether it has each feature) as LLVM finds them.
+
+    What it found of such a CPU lies on disk: to ask takes a process 30 ms and 50 MB for its library.
+    """
+    folder, facts = cache_folder("cpus"), _cpu_facts()
+    known = repr((llvmlite.__version__, sys.version, facts)).encode()
+    path = folder / f"{hashlib.sha256(known).hexdigest()}.bin" if folder and facts else None
+    if path and (payload := read_private(path)) is not None:
+        triple, name, features = json.loads(payload)
+        return triple, name, features
+    import llvmlite.binding as llvm
+
+    features = {}
+    with contextlib.suppress(RuntimeError):
+        features = dict(llvm.get_host_cpu_features())
+    found = llvm.get_process_triple(), llvm.get_host_cpu_name(), features
+    if path:
+        write_private(path, json.dumps(found).encode(), KEEP)
+    return found
+
+
+def _cpu_facts() -> list[str]:
+    """Return what Linux states of the first x86-64 core, but for what changes; empty elsewhere."""
+    if platform.machine() != "x86_64":
+        return []
+    with contextlib.suppress(OSError), Path("/proc/cpuinfo").open() as file:
+        stated = file.read(CPU_TEXT).split("\n\n")[0].splitlines()
+        return [line for line in stated if line.partition("\t")[0] in CPU_FACTS]
+    return []
 
 
 def cache_folder(name: str = "compiled") -> Path | None:

@@ -204,17 +204,6 @@ def test_a_recorder_that_cannot_be_started_is_told_in_a_line(uri, monkeypatch):
     raises(TrackingError, "cannot be started: resource temporarily unavailable; tracking=no", Recorder, uri, "runs")
 
 
-def test_a_recorder_that_computes_is_waited_for_longer(uri, monkeypatch):
-    silent, looks = Recorder(uri, "runs"), []
-    monkeypatch.setattr(pipe, "ANSWER_S", 0.05)
-    monkeypatch.setattr(pipe, "LOOK_S", 0.01)
-    monkeypatch.setattr(pipe, "_computed_s", lambda pid: looks.append(pid) or min(len(looks), 30))
-    with stopped(silent), pytest.raises(TrackingError, match=r"no answer in 0\.05 s"):
-        silent.call("link")
-    assert len(looks) == 35
-    silent.close()
-
-
 def test_a_recorder_that_hangs_at_its_end_is_killed(uri, monkeypatch):
     hung = Recorder(uri, "runs")
     monkeypatch.setattr(pipe, "ANSWER_S", 0.1)
@@ -376,13 +365,6 @@ def test_a_killed_process_leaves_no_run_running_and_never_imported_mlflow(uri, s
     recorded = read(store, run_id)
     assert (recorded.info.status, recorded.data.tags["error"]) == ("KILLED", "the training process died")
     assert recorded.data.metrics["test/accuracy"] == 0.5
-
-
-def test_an_interrupted_wait_does_not_mix_up_answers(live):
-    forgotten = live.ask("finished", config_hash="none")
-    assert live.call("load") is None
-    assert isinstance(live.call("begin", name="x", params={}, tags={}), str)
-    del forgotten
 
 
 def test_recorders_that_die_at_once_lose_no_epoch_and_it_is_said_how_to_send_them(live, store, tmp_path, monkeypatch):

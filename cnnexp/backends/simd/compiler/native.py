@@ -1,6 +1,7 @@
-"""Machine code in this process: linked by LLVM and called through ctypes, without Numba, which made it elsewhere.
+"""Machine code in this process: linked and called through ctypes, without Numba, which made it elsewhere.
 
-A process that finds its program in the cache has Numba neither to import, which takes 0.3 s, nor in memory: 60 MB.
+A process that finds its program in the cache has Numba neither to import, which takes 0.3 s, nor in memory, 60 MB, and
+on x86-64 Linux not LLVM either: see `link`.
 """
 
 from __future__ import annotations
@@ -10,14 +11,17 @@ import itertools
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
-import llvmlite.binding as llvm
 import numpy as np
 from llvmlite import ir
 
 from cnnexp.backends.cache import host
 from cnnexp.backends.simd.compiler.entry import Array
+from cnnexp.backends.simd.compiler.link import link
+
+if TYPE_CHECKING:
+    import llvmlite.binding as llvm
 
 PACKED = "call_packed"
 """The function that takes all arguments in one array of integers: `pack`."""
@@ -55,6 +59,8 @@ class MachineCode:
             symbol, bitcode: the function. kernels: LLVM's text of a module, whose functions take the place of weak
                 ones, and which has `PACKED`.
         """
+        import llvmlite.binding as llvm
+
         module = llvm.parse_bitcode(bitcode)
         module.link_in(llvm.parse_assembly(kernels))
         for function in module.functions:
@@ -86,19 +92,7 @@ class Function:
 
     def __init__(self, made: MachineCode, arguments: Sequence[Array | None]) -> None:
         self._arguments = arguments
-        engine = _engine()  # also what has LLVM look for names in this process
-        if _missing(made):
-            from numba.core.registry import cpu_target  # which brings what it calls
-
-            cpu_target.target_context.codegen()
-        if missing := _missing(made):
-            raise LookupError(f"compiled code calls {', '.join(missing)}, which this process does not have")
-        engine.add_object_file(llvm.ObjectFileRef.from_data(made.object_file))
-        engine.finalize_object()
-        address = engine.get_function_address(made.symbol)
-        if not address:
-            raise LookupError(f"no {made.symbol} in the compiled code")
-        engine.detach()
+        address = link(made.object_file, made.symbol) or _link_by_llvm(made)
         ends = list(itertools.accumulate(map(_count, arguments), initial=2))
         self.places = [slice(*ends_of) for ends_of in itertools.pairwise(ends)]
         self._returned = (ctypes.c_int64 * 2)()
@@ -152,8 +146,27 @@ def add_packed(module: ir.Module, symbol: str, arguments: Sequence[Array | None]
     builder.ret(builder.call(called, fitting))
 
 
-def _missing(made: MachineCode) -> list[str]:
-    return [name for name in made.needs if llvm.address_of_symbol(name) is None]
+def _link_by_llvm(made: MachineCode) -> int:
+    """Return the address of its function; raise LookupError as `Function` says."""
+    import llvmlite.binding as llvm
+
+    def missing() -> list[str]:
+        return [name for name in made.needs if llvm.address_of_symbol(name) is None]
+
+    engine = _engine()  # also what has LLVM look for names in this process
+    if missing():
+        from numba.core.registry import cpu_target  # which brings what it calls
+
+        cpu_target.target_context.codegen()
+    if lacking := missing():
+        raise LookupError(f"compiled code calls {', '.join(lacking)}, which this process does not have")
+    engine.add_object_file(llvm.ObjectFileRef.from_data(made.object_file))
+    engine.finalize_object()
+    address = engine.get_function_address(made.symbol)
+    if not address:
+        raise LookupError(f"no {made.symbol} in the compiled code")
+    engine.detach()
+    return int(address)
 
 
 def _count(argument: Array | None) -> int:
@@ -174,6 +187,8 @@ def fields(array: np.ndarray, wanted: Array) -> tuple[int, ...]:
 
 def _engine() -> llvm.ExecutionEngine:
     """Return a linker of its own for each program: names in one know nothing of those in another."""
+    import llvmlite.binding as llvm
+
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
     machine = llvm.Target.from_triple(llvm.get_process_triple()).create_target_machine(jit=True)
