@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import mmap
+import sys
 
 import numpy as np
 
@@ -44,7 +45,8 @@ def _link(data: bytes, wanted: str) -> int:
     Also KeyError where there is no such function.
     """
     header = np.frombuffer(data, HEADER, 1)[0]
-    if not data.startswith(MAGIC) or (header["kind"], header["machine"]) != (RELOCATABLE, X86_64):
+    is_code = data.startswith(MAGIC) and (header["kind"], header["machine"]) == (RELOCATABLE, X86_64)
+    if sys.platform != "linux" or not is_code:
         raise ValueError
     sections = np.frombuffer(data, SECTION, header["count"], header["sections"])
     (table,) = sections[sections["kind"] == SYMTAB]
