@@ -73,8 +73,7 @@ def test_processes_of_cpu_simd_that_start_at_once_share_the_cache(tmp_path):
     for _ in range(2):
         _, parameters = computed(tmp_path, ["cpu-simd"], ["cpu-simd"])
         assert len(set(parameters)) == 1
-        folders = sorted(path.parent.name for path in tmp_path.rglob("*") if path.is_file())
-        assert folders in (["compiled", "cpus"], ["compiled"]), "a program, and what LLVM found of the CPU"
+        assert len([p for p in tmp_path.rglob("*") if p.is_file() and p.parent.name != "cpus"]) == 1
 
 
 def nothing(name):

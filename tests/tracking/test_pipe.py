@@ -367,6 +367,13 @@ def test_a_killed_process_leaves_no_run_running_and_never_imported_mlflow(uri, s
     assert recorded.data.metrics["test/accuracy"] == 0.5
 
 
+def test_an_interrupted_wait_does_not_mix_up_answers(live):
+    forgotten = live.ask("finished", config_hash="none")
+    assert live.call("load") is None
+    assert isinstance(live.call("begin", name="x", params={}, tags={}), str)
+    del forgotten
+
+
 def test_recorders_that_die_at_once_lose_no_epoch_and_it_is_said_how_to_send_them(live, store, tmp_path, monkeypatch):
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
 
