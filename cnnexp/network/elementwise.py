@@ -129,9 +129,14 @@ class GELU(Elementwise):
         return lambda x: x * (HALF + HALF * erf(x * root))
 
     def derivative(self, maths: Maths) -> Derivative:
-        erf, exp = maths.erf, maths.exp
-        root, density = f32(math.sqrt(0.5)), f32(1 / math.sqrt(2 * math.pi))
-        return lambda x, y: HALF + HALF * erf(x * root) + x * density * exp(-HALF * x * x)
+        exp, where, density, least = maths.exp, maths.where, f32(1 / math.sqrt(2 * math.pi)), f32(1e-30)
+
+        def derivative(x: Scalar, y: Scalar) -> Scalar:
+            # the share is y / x, and 1/2 where x is so small that nothing is left of the quotient's digits
+            share = where(x * x > least, y / where(x * x > least, x, ONE), HALF)
+            return share + x * density * exp(-HALF * x * x)
+
+        return derivative
 
 
 KINDS = (ReLU, LeakyReLU, Sigmoid, Tanh, GELU)

@@ -1,7 +1,7 @@
 """Rules on scalars, traced into vector instructions: an optimizer's, an elementwise layer's.
 
 A rule uses `+ - * /`, comparisons and a few functions alone, so run once on values that record what is done to them it
-emits itself, rounding where NumPy rounds.
+emits itself: an optimizer's rounding where NumPy rounds, a layer's with a product and a sum in one instruction.
 """
 
 from __future__ import annotations
@@ -22,17 +22,27 @@ from cnnexp.network.recorded import Recorded
 class Traced(Recorded):
     """A vector that emits the arithmetic done to it."""
 
+    flags: tuple[str, ...] = ()
+
     def __init__(self, k: Emitter, value: ir.Value) -> None:
         self.k, self.value = k, value
 
     def apply(self, operation: str, *values: Operand) -> Traced:
         builder = self.k.builder
-        emit = getattr(builder, f"f{operation}") if operation.isalpha() else partial(builder.fcmp_ordered, operation)
-        return self.call(emit, *values)
+        if not operation.isalpha():
+            return self.call(partial(builder.fcmp_ordered, operation), *values)
+        return self.call(partial(getattr(builder, f"f{operation}"), flags=self.flags), *values)
 
     def call(self, emit: Callable, *values: Operand) -> Traced:
         """Return what an emitting function makes of values and numbers."""
-        return Traced(self.k, emit(*(v.value if isinstance(v, Traced) else self.k.constant(float(v)) for v in values)))
+        given = (v.value if isinstance(v, Traced) else self.k.constant(float(v)) for v in values)
+        return type(self)(self.k, emit(*given))
+
+
+class Contracted(Traced):
+    """A vector whose products and sums may be fused: rounded once."""
+
+    flags = ("contract",)
 
 
 Operand = Traced | np.float32
@@ -91,10 +101,10 @@ MATHS = Maths(_exp, rational_tanh(maximum), rational_erf(maximum), maximum, _whe
 
 
 def emitted(rule: Callable) -> Callable[..., ir.Value]:
-    """Return a rule on vectors of floats, `(k, *values) -> value`."""
+    """Return a layer's rule on vectors of floats, `(k, *values) -> value`."""
 
     def emit(k: Emitter, *values: ir.Value) -> ir.Value:
-        result = rule(*(Traced(k, value) for value in values))
+        result = rule(*(Contracted(k, value) for value in values))
         return result.value if isinstance(result, Traced) else k.constant(float(result))
 
     return emit
