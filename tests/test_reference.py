@@ -89,8 +89,7 @@ def test_layers_by_hand():
     layer = {"weight": w, "bias": np.array([10.0]), "stride": 1, "padding": "valid"}
     # 0*1 + 1*2 + 3*3 + 4*4 + 10 = 37, and one pixel further adds 1 + 2 + 3 + 4
     assert reference.conv2d(x, layer)[0, :, :, 0].tolist() == [[37, 47], [67, 77]]
-    # a tie goes to the first pixel
-    layer = {"pool": 2, "stride": 2, "padding": "valid"}
+    layer = {"pool": 2, "stride": 2, "padding": "valid"}  # a tie goes to the first pixel
     dx = reference.maxpool2d_backward(np.ones((1, 2, 2, 1)), None, np.full((1, 1, 1, 1), 5.0), layer)[0]
     assert dx[0, :, :, 0].tolist() == [[5, 0], [0, 0]]
     # the channels that a padded residual adds have nothing to be added to

@@ -47,7 +47,7 @@ def draw_run(
     classes: Sequence[str],
     title: str,
 ) -> None:
-    """Draw the figures of one run into `folder`: learning.png, epoch_time.png, confusion.png and recall.png.
+    """Draw the figures of one run into `folder`: learning, curves, epoch_time, confusion and recall, .png each.
 
     Args:
         epochs: each epoch's metrics by name, with `epoch`.
@@ -57,6 +57,7 @@ def draw_run(
     with np.load(predictions, allow_pickle=False) as arrays:
         labels, predicted = arrays["labels"], arrays["predicted"]
     save(learning(epochs), folder / "learning.png", title)
+    save(curves(epochs), folder / "curves.png")
     save(epoch_time(epochs, baseline_s), folder / "epoch_time.png", title)
     save(confusion(labels, predicted, classes), folder / "confusion.png", title)
     save(recall(labels, predicted, classes), folder / "recall.png", title)
@@ -202,13 +203,31 @@ def learning(epochs: Sequence[Mapping[str, float]]) -> Figure:
     """Return loss and accuracy by epoch, of each split that was measured."""
     figure = new_figure(9, 3.6, measured=False)
     for axes, metric in zip(figure.subplots(1, 2), ("loss", "accuracy"), strict=True):
-        for split in ("train", "validation", "test"):
-            if f"{split}/{metric}" in epochs[0]:
-                axes.plot(column_of(epochs, "epoch"), column_of(epochs, f"{split}/{metric}"), marker="o", label=split)
+        _plot_splits(axes, epochs, metric, "o")
         label_axes(axes, "epoch", metric)
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.legend()
     return figure
+
+
+def curves(epochs: Sequence[Mapping[str, float]]) -> Figure:
+    """Return what `learning` does in a strip as low as what MLflow's page of a run shows of its note."""
+    figure = Figure(figsize=(8.4, 0.8), dpi=DPI)
+    figure.subplots_adjust(0.07, 0.22, 0.99, 0.96)
+    for axes, metric in zip(figure.subplots(1, 2), ("loss", "accuracy"), strict=True):
+        _plot_splits(axes, epochs, metric, ".")
+        label_axes(axes, "", metric)
+        axes.yaxis.label.set_size("small")
+        axes.tick_params(labelsize="x-small")
+    axes.legend(fontsize="x-small", labelspacing=0.1)
+    return figure
+
+
+def _plot_splits(axes: Axes, epochs: Sequence[Mapping[str, float]], metric: str, marker: str) -> None:
+    for split in ("train", "validation", "test"):
+        if f"{split}/{metric}" in epochs[0]:
+            values = column_of(epochs, f"{split}/{metric}")
+            axes.plot(column_of(epochs, "epoch"), values, marker=marker, label=split)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
 
 
 def rate_range(rows: np.ndarray, suggested: float) -> Figure:

@@ -237,6 +237,7 @@ class Store:
                 status, tags = _how_died(begin["tags"]) if died else (facts["status"], facts["tags"])
                 left = {**ARTIFACTS, **dict(facts["artifacts"])}
                 artifacts = [(str(folder / name), target) for name, target in left.items() if (folder / name).exists()]
+                tags = view.illustrated(tags, run_id, folder)
                 self.finish(run_id, "FAILED" if status == LACKING else status, tags, artifacts)
                 self._followed.pop(str(folder), None)
 

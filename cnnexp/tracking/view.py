@@ -13,6 +13,7 @@ import os
 import socket
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from cnnexp.errors import without_secrets
@@ -57,6 +58,8 @@ LINES = ("test/accuracy", "train/loss")
 SECTION = "How much faster"
 ALL_RUNS = {"startTime": "ALL", "lifecycleFilter": "Active", "modelVersionFilter": "All Runs", "datasetsFilter": []}
 SHOWN = {"display": True, "isReordered": True, "columns": 2, "cardHeight": 640}
+CURVES = "figures/curves.png"
+NOTE = "mlflow.note.content"
 MODE = "workflowType=machine_learning"  # without it the page may open for GenAI, on traces
 
 
@@ -93,6 +96,16 @@ def address(uri: str, experiment_id: str | None, shared: bool = True, port: int 
         return f"{page}/#/experiments?{MODE}"
     opened = f"viewStateShareKey={KEY}&{MODE}&compareRunsMode=TABLE" if shared else MODE
     return f"{page}/#/experiments/{experiment_id}/runs?{opened}"
+
+
+def illustrated(tags: Mapping[str, str], run_id: str, folder: Path) -> Mapping[str, str]:
+    """Return a run's last tags, its note headed by its learning curves, where its folder holds them.
+
+    MLflow's page of a run opens on the first lines of its note, and takes a picture from its own server.
+    """
+    if NOTE not in tags or not (folder / CURVES).exists():
+        return tags
+    return {**tags, NOTE: f"![learning curves](get-artifact?path={CURVES}&run_uuid={run_id})\n\n{tags[NOTE]}"}
 
 
 def _chart(kind: str, metric: str) -> dict[str, Any]:

@@ -240,8 +240,7 @@ def test_served_exported_and_drawn_the_model_gives_the_scores_of_predict(recorde
 
 @contextlib.contextmanager
 def mlflow_serving(model, folder):
-    # MLflow looks for uvicorn where the shell would
-    uvicorn = folder / "uvicorn"
+    uvicorn = folder / "uvicorn"  # MLflow looks for it where the shell would
     uvicorn.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m uvicorn "$@"\n')
     uvicorn.chmod(0o755)
     port = free_port(5400)

@@ -4,6 +4,7 @@ import conformance
 import numpy as np
 import pytest
 from backends import outside_layer
+from commands import raises
 from conformance import Case, assert_same_state, check_backend, check_case, check_training, is_here, same_case, started
 from networks import NETWORKS
 
@@ -134,10 +135,8 @@ def test_programs_of_one_process_leave_each_other_alone(backend):
 def test_a_backend_says_what_it_is_and_refuses_another_networks_state_and_loss(backend):
     network = Network((3,), (Linear(2),))
     program = backend.compile(network, Loss.SOFTMAX_CROSS_ENTROPY, SGD(), 2)
-    with pytest.raises(CheckpointError, match=r"7.*8"):
-        program.restore({"parameters": np.zeros(7, np.float32)})
-    with pytest.raises(NetworkError, match="Sigmoid last"):
-        backend.compile(network, Loss.BINARY_CROSS_ENTROPY, SGD(), 2)
+    raises(CheckpointError, "7.*8", program.restore, {"parameters": np.zeros(7, np.float32)})
+    raises(NetworkError, "Sigmoid last", backend.compile, network, Loss.BINARY_CROSS_ENTROPY, SGD(), 2)
     assert backend.name in BACKENDS
     assert backend.threads >= 1
     assert backend.device_name

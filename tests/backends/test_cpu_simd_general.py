@@ -8,6 +8,7 @@ import pytest
 import reference
 from backends.on_target import HOST, OnTarget, forced
 from backends.outside_layer import ORACLE, Unshuffle
+from commands import raises
 from conformance import check_case, make_case, started
 from tables import each
 
@@ -94,14 +95,12 @@ def test_a_layer_that_gives_another_shape_is_an_error_of_one_line(backend):
         program, handle = started(backend, make_case(with_wrong()), SGD(), 4)
         program.train(handle, np.arange(5), 0.1)
 
-    with pytest.raises(NetworkError, match=r"layer wrong1: forward gives an array of shape \(\d+, 1, 2, 8\); must be"):
-        train()
+    raises(NetworkError, r"layer wrong1: forward gives an array of shape \(\d+, 1, 2, 8\); must be", train)
 
 
 def test_what_a_layer_raises_is_an_error_of_one_line_in_predict_too():
     program, handle = started(CpuSimd(1).forward_only, make_case(with_wrong(fails=True)), SGD(), 4)
-    with pytest.raises(NetworkError, match="layer wrong1: ValueError: not today"):
-        program.predict(handle)
+    raises(NetworkError, "layer wrong1: ValueError: not today", program.predict, handle)
 
 
 def test_a_shape_must_be_a_tuple(monkeypatch):

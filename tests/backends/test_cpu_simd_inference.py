@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from backends.on_target import HOST
-from commands import often
+from commands import often, raises
 from conformance import check_scores, make_case, started
 from networks import NETWORKS
 
@@ -30,8 +30,7 @@ def test_a_program_that_only_predicts_gives_the_oracles_scores(name):
     assert type(program) is ForwardProgram
     check_scores(program, handle, case)
     assert set(program.state()) == {"step", *case.state}
-    with pytest.raises(TypeError, match="predicts and does not train"):
-        program.train(handle, np.arange(4), 0.1)
+    raises(TypeError, "predicts and does not train", program.train, handle, np.arange(4), 0.1)
 
 
 def test_batch_norm_costs_nothing_after_a_convolution():
@@ -105,6 +104,5 @@ def test_what_a_helper_raises_reaches_the_caller():
             raise OSError("no more")
         assert inside.wait(60)
 
-    with pytest.raises(OSError, match="no more"):
-        helpers.run(fail, 1)
+    raises(OSError, "no more", helpers.run, fail, 1)
     helpers.close()

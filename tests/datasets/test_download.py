@@ -64,8 +64,7 @@ def test_downloads_once_into_the_cache(server, monkeypatch, tmp_path, caplog):
     assert {path.name for path in cache.iterdir()} == {f"{name}.gz" for name in NAMES}
     assert Mnist().load().sha256 == first.sha256
     assert len(Handler.requests) == 4
-    # what is damaged is downloaded again
-    cached = cache / f"{NAMES[0]}.gz"
+    cached = cache / f"{NAMES[0]}.gz"  # what is damaged is downloaded again
     sound = cached.read_bytes()
     cached.write_bytes(sound[:100])
     assert len(Mnist().load().train) == 30

@@ -113,12 +113,13 @@ def test_run_records_everything(live, store, tmp_path):
     assert {"machine.cpu", "machine.cores", "version.numpy"} <= tags.keys()
     assert recorded.data.params == flatten(config)
     assert recorded.inputs.dataset_inputs[0].dataset.digest == DATASET.sha256[:36]
-    assert tags["mlflow.note.content"] == (tmp_path / "report.md").read_text()
+    curves = f"![learning curves](get-artifact?path=figures/curves.png&run_uuid={run.id})\n\n"
+    assert tags["mlflow.note.content"] == curves + (tmp_path / "report.md").read_text()
     assert f"| run | {run.id} |" in tags["mlflow.note.content"]
     artifacts = {a.path for a in store._client.list_artifacts(run.id)}
     figures = {a.path for a in store._client.list_artifacts(run.id, "figures")}
     assert artifacts == {"config.json", "figures", "predictions.npz", "checkpoints", "report.md"}
-    assert figures == {f"figures/{name}.png" for name in ("learning", "epoch_time", "confusion", "recall")}
+    assert figures == {f"figures/{name}.png" for name in ("learning", "curves", "epoch_time", "confusion", "recall")}
     with np.load(tmp_path / "predictions.npz", allow_pickle=False) as arrays:
         assert arrays["predicted"].tolist() == [0, 1, 2, 1]
 
@@ -149,8 +150,7 @@ def test_contended_run_claims_no_speedup(live, store, tmp_path):
 
 def test_finished_config_is_skipped_unless_the_store_is_silent(live, tmp_path, monkeypatch):
     config = {**CONFIG, "trainer": {"seed": 77}}
-    with pytest.raises(ValueError, match="failed"):
-        record(tmp_path / "0", live, [epoch_result(1)], ValueError("failed"), config)
+    raises(ValueError, "failed", record, tmp_path / "0", live, [epoch_result(1)], ValueError("failed"), config)
     with Undrawn(tmp_path / "1", config, (), live) as first:
         assert not first.skip_if_finished()
         train(first, [epoch_result(1)])
@@ -204,6 +204,17 @@ def test_a_recorder_that_cannot_be_started_is_told_in_a_line(uri, monkeypatch):
     raises(TrackingError, "cannot be started: resource temporarily unavailable; tracking=no", Recorder, uri, "runs")
 
 
+def test_a_recorder_that_computes_is_waited_for_longer(uri, monkeypatch):
+    silent, looks = Recorder(uri, "runs"), []
+    monkeypatch.setattr(pipe, "ANSWER_S", 0.05)
+    monkeypatch.setattr(pipe, "LOOK_S", 0.01)
+    monkeypatch.setattr(pipe, "_computed_s", lambda pid: looks.append(pid) or min(len(looks), 30))
+    with stopped(silent):
+        raises(TrackingError, r"no answer in 0\.05 s", silent.call, "link")
+    assert len(looks) == 35
+    silent.close()
+
+
 def test_a_recorder_that_hangs_at_its_end_is_killed(uri, monkeypatch):
     hung = Recorder(uri, "runs")
     monkeypatch.setattr(pipe, "ANSWER_S", 0.1)
@@ -249,8 +260,7 @@ def test_an_epoch_is_recorded_before_the_next_is_timed_or_found_by_the_recorder(
         wait_for(lambda: history(store, run_id) == [(1, 1.0), (2, 0.5)])
 
 
-# MLflow's client waits for 20 s
-@pytest.mark.parametrize("held_s", [0.0, pytest.param(25.0, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("held_s", [0.0, pytest.param(25.0, marks=pytest.mark.thorough)])  # MLflow's client waits 20 s
 def test_a_store_that_is_locked_at_the_start_has_all_later(new_store, tmp_path, held_s):
     uri = new_store(tmp_path)
     with contextlib.closing(sqlite3.connect(tmp_path / "mlflow.db", isolation_level=None)) as holder:
@@ -333,8 +343,7 @@ def test_a_store_that_cannot_be_made_stops_no_training_that_began_and_hides_no_e
     with pytest.raises(TrackingError, match=f"cannot be opened: .*; all 2 epochs are in {tmp_path}/2/journal.jsonl"):
         record(tmp_path / "2", hopeless, map(epoch_result, (1, 2)))
     assert (read_journal(tmp_path / "2")["status"], read_journal(tmp_path / "2")["stored"]) == ("FINISHED", False)
-    with pytest.raises(ValueError, match="mine"):
-        record(tmp_path / "3", hopeless, [], ValueError("mine"))
+    raises(ValueError, "mine", record, tmp_path / "3", hopeless, [], ValueError("mine"))
     assert read_journal(tmp_path / "3")["error"] == "mine"
     hopeless.close()
 

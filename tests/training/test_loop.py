@@ -167,8 +167,7 @@ def test_step_schedule_refuses(options):
 
 
 def test_training_stops_after_the_epoch_that_reaches_its_target_and_every_observer_sees_it():
-    # the fake's scores are all 0 and so are the labels: everything is right
-    results, reason = stopped(5, target=1.0)
+    results, reason = stopped(5, target=1.0)  # the fake's scores are all 0 and so are the labels: all is right
     assert (len(results), reason) == (1, "trainer.target=1 was reached on the test images")
     assert stopped(5, earlier=results, target=1.0)[0] == [], "a resumed run had reached it"
     wrong = dataset()

@@ -81,8 +81,7 @@ def test_two_processes_train_like_one_for_100_steps(sync, model, optimizer):
 @pytest.mark.parametrize("model", ["one_conv", pytest.param("two_conv_mlp", marks=pytest.mark.thorough)])
 def test_two_processes_add_up_what_two_threads_add_up(model, monkeypatch):
     """Bit for bit where every worker has the same power of two of images, on one_conv."""
-    # else so small a network gets one thread
-    monkeypatch.setattr("cnnexp.backends.simd.runtime.program.THREAD_CYCLES", 1)
+    monkeypatch.setattr("cnnexp.backends.simd.runtime.program.THREAD_CYCLES", 1)  # else it gets one thread
     _, one, _ = trained(compiled(None, model, "adam", "cpu-simd", threads=2), HUNDRED_STEPS)
     program = compiled(Local(count=2), model, "adam", "cpu-simd")
     _, state, _ = trained(program, HUNDRED_STEPS)
