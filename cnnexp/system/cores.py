@@ -5,6 +5,7 @@ import ctypes
 import functools
 import os
 import platform
+import threading
 from pathlib import Path
 
 CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
@@ -37,28 +38,36 @@ def cache_sizes(folder: Path) -> dict[int, int]:
 
 
 class Cores:
-    """The cores that the threads of a pool work on, so that no two begin a task on one.
+    """Has the threads of a pool begin each task on a core of their own.
 
     Linux may begin a woken thread on the core of the one that wakes it; there it waits for milliseconds while another
-    core is idle. A thread that finds itself on a core of its pool moves to another, an idle one if there is one. It is
-    not bound: the system may move it again, so a core that other work needs is given up.
+    core is idle. So whoever wakes a thread says first where it may begin: not where those of a lower rank are. Once it
+    has begun it is not bound: the system may move it, so a core that other work needs is given up.
     """
 
     def __init__(self) -> None:
         self._taken: dict[int, int] = {}
+        self._usable: set[int] = set()
+
+    def place(self, rank: int, thread: threading.Thread) -> None:
+        """Have a thread that the calling one, of rank 0, is about to wake begin on none of the lower ranks' cores."""
+        if rank == 1:
+            core = current_core()
+            self._usable = set() if core is None else os.sched_getaffinity(0)
+            self._taken[0] = core or 0
+        if free := self._usable - {self._taken[other] for other in range(rank) if other in self._taken}:
+            _bind(thread.native_id or 0, free)
 
     def take(self, rank: int) -> None:
-        """Note the core of the calling thread; a rank above 0 moves first where a lower one has noted the same."""
-        core = current_core()
-        if core is None:
-            return
-        taken = {self._taken[other] for other in range(rank) if other in self._taken}
-        if core in taken and (usable := os.sched_getaffinity(0)) - taken:
-            with contextlib.suppress(OSError):  # a sandbox forbids it
-                os.sched_setaffinity(0, usable - taken)
-                os.sched_setaffinity(0, usable)
-            core = current_core() or 0
-        self._taken[rank] = core
+        """Note the core of the calling thread, of a rank above 0, and let it go wherever it may."""
+        if self._usable:
+            self._taken[rank] = current_core() or 0
+            _bind(0, self._usable)
+
+
+def _bind(thread: int, cores: set[int]) -> None:
+    with contextlib.suppress(OSError):  # a sandbox forbids it
+        os.sched_setaffinity(thread, cores)
 
 
 def current_core() -> int | None:

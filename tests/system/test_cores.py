@@ -12,44 +12,35 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="th
 
 @pytest.fixture
 def system(monkeypatch):
-    """A thread on core 0 of `usable`; the first core that it is bound to is the one it moves to."""
+    """A thread on core 0 of `usable`, and what threads were bound to: in turn, the id of each and the cores."""
     state = {"core": 0, "usable": {0, 1, 2}, "bound": []}
-
-    def bind(thread, allowed):
-        state["bound"].append(set(allowed))
-        if state["core"] not in allowed:
-            state["core"] = min(allowed)
-
     monkeypatch.setattr(cores, "current_core", lambda: state["core"])
     monkeypatch.setattr(cores.os, "sched_getaffinity", lambda thread: set(state["usable"]))
-    monkeypatch.setattr(cores.os, "sched_setaffinity", bind)
+    monkeypatch.setattr(cores.os, "sched_setaffinity", lambda thread, allowed: state["bound"].append((thread, allowed)))
     return state
 
 
-def test_a_thread_on_a_core_of_its_pool_moves_and_stays_free_to_go(system):
-    pool = cores.Cores()
-    pool.take(0)
+def test_a_thread_begins_beside_those_below_it_and_is_free_to_go_then(system):
+    pool, woken = cores.Cores(), [MagicMock(native_id=71), MagicMock(native_id=72)]
+    pool.place(1, woken[0])
+    system["core"] = 2  # where the first begins
     pool.take(1)
-    assert (system["core"], system["bound"]) == (1, [{1, 2}, {0, 1, 2}])
-    system["core"] = 1
-    pool.take(2)
-    assert system["core"] == 2
+    system["core"] = 0
+    pool.place(2, woken[1])
+    assert system["bound"] == [(71, {1, 2}), (0, {0, 1, 2}), (72, {1})]
 
 
-@pytest.mark.parametrize(("core", "usable"), [(2, {0, 1, 2}), (0, {0})])
-def test_one_that_has_a_core_of_its_own_stays_and_where_there_is_no_other_none_moves(system, core, usable):
-    pool = cores.Cores()
+@pytest.mark.parametrize("usable", [{0}, {1}])
+def test_where_there_is_no_other_core_none_is_bound_to_none(system, usable):
     system["usable"] = usable
-    pool.take(0)
-    system["core"] = core
-    pool.take(1)
-    assert (system["core"], system["bound"]) == (core, [])
+    cores.Cores().place(1, MagicMock(native_id=71))
+    assert all(allowed for _, allowed in system["bound"])
 
 
 def test_a_sandbox_that_forbids_it_and_a_system_without_it_do_not_stop_training(system, monkeypatch):
     monkeypatch.setattr(cores.os, "sched_setaffinity", MagicMock(side_effect=PermissionError))
     pool = cores.Cores()
-    pool.take(0)
-    pool.take(1)
-    monkeypatch.setattr(cores, "current_core", lambda: None)
-    pool.take(1)
+    for core in (0, None):
+        monkeypatch.setattr(cores, "current_core", lambda core=core: core)
+        pool.place(1, MagicMock(native_id=71))
+        pool.take(1)

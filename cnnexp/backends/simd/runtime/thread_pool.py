@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 
 from cnnexp.system.cores import Cores
 
 Task = Callable[[int], None]
+Member = tuple[threading.Thread, SimpleQueue]
+"""A thread, and where it finds what to do; None ends it."""
 
 
 class ThreadPool:
@@ -64,22 +66,17 @@ class Helpers:
     """
 
     def __init__(self, helpers: int) -> None:
-        self._helpers, self._inboxes, self._cores = helpers, list[SimpleQueue](), Cores()
+        self._helpers, self._members, self._cores = helpers, list[Member](), Cores()
 
     def run(self, task: Task, helpers: int) -> None:
         """Call task(0) here and task(rank) on so many helpers, those that come in time; what one raises goes on."""
         if not helpers:
             task(0)
             return
-        if not self._inboxes:
-            self._inboxes = [SimpleQueue() for _ in range(self._helpers)]
-            for rank, inbox in enumerate(self._inboxes, 1):
-                arguments = (rank, inbox, self._cores)
-                threading.Thread(target=_help, args=arguments, name=f"cpu-simd-{rank}", daemon=True).start()
-        self._cores.take(0)
+        if not self._members:
+            self._members = [_start(rank, _help, self._cores) for rank in range(1, self._helpers + 1)]
         turn = _Turn(task)
-        for inbox in self._inboxes[:helpers]:
-            inbox.put(turn)
+        _wake(self._members[:helpers], self._cores, turn)
         try:
             task(0)
         finally:
@@ -89,8 +86,8 @@ class Helpers:
 
     def close(self) -> None:
         """End the threads. Idempotent; a later `run` starts new ones."""
-        inboxes, self._inboxes = self._inboxes, []
-        for inbox in inboxes:
+        members, self._members = self._members, []
+        for _, inbox in members:
             inbox.put(None)
 
 
@@ -115,6 +112,20 @@ class _Turn:
         return [failure for _ in range(self._inside) if (failure := self._left.get()) is not None]
 
 
+def _start(rank: int, work: Callable[..., None], *more: object) -> Member:
+    inbox: SimpleQueue = SimpleQueue()
+    thread = threading.Thread(target=work, args=(rank, inbox, *more), name=f"cpu-simd-{rank}", daemon=True)
+    thread.start()
+    return thread, inbox
+
+
+def _wake(members: Sequence[Member], cores: Cores, task: object) -> None:
+    """Give the threads of rank 1 and above a task, each on a core of its own."""
+    for rank, (thread, inbox) in enumerate(members, 1):
+        cores.place(rank, thread)
+        inbox.put(task)
+
+
 def _help(rank: int, inbox: SimpleQueue, cores: Cores) -> None:
     while (turn := inbox.get()) is not None:
         cores.take(rank)
@@ -124,26 +135,19 @@ def _help(rank: int, inbox: SimpleQueue, cores: Cores) -> None:
 
 def _lead(tasks: SimpleQueue, threads: int) -> None:
     """Take tasks and do each together with the other threads, until there is None."""
-    inboxes: list[SimpleQueue] = [SimpleQueue() for _ in range(1, threads)]
-    finished: SimpleQueue = SimpleQueue()
-    cores = Cores()
-    for rank, inbox in enumerate(inboxes, 1):
-        arguments = (rank, inbox, finished, cores)
-        threading.Thread(target=_follow, args=arguments, name=f"cpu-simd-{rank}", daemon=True).start()
+    cores, finished = Cores(), SimpleQueue[tuple[int, BaseException | None]]()
+    followers = [_start(rank, _follow, cores, finished) for rank in range(1, threads)]
     while True:
-        task, members, done = tasks.get()
-        followers = inboxes[: members - 1]
-        cores.take(0)
-        for inbox in followers:
-            inbox.put(task)
+        task, working, done = tasks.get()
+        _wake(followers[: working - 1], cores, task)
         if task is None:
             return
-        failures = {0: _attempt(task, 0), **dict(finished.get() for _ in followers)}
+        failures = {0: _attempt(task, 0), **dict(finished.get() for _ in range(1, working))}
         del task  # what it refers to may go before the next one comes
         done.put(next((failures[rank] for rank in sorted(failures) if failures[rank] is not None), None))
 
 
-def _follow(rank: int, inbox: SimpleQueue, finished: SimpleQueue, cores: Cores) -> None:
+def _follow(rank: int, inbox: SimpleQueue, cores: Cores, finished: SimpleQueue) -> None:
     while (task := inbox.get()) is not None:
         cores.take(rank)
         failure = _attempt(task, rank)
