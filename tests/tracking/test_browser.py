@@ -9,13 +9,14 @@ import tempfile
 import time
 from importlib import metadata
 from unittest.mock import MagicMock
+from urllib.request import urlopen
 
 import pytest
 from chromium import CHROMIUM, Browser
 from commands import mlflow_warns, raises, serving, wait_for
 
 from cnnexp.errors import BackendUnavailable, ConfigError
-from cnnexp.tracking import address, browser, view
+from cnnexp.tracking import address, browser, figures, view
 from cnnexp.tracking import store as stores
 from cnnexp.tracking.events import EXAMPLE, MODEL
 
@@ -124,7 +125,10 @@ def page(tmp_path_factory, new_store):
         (folder / backend / "a.ckpt").write_bytes(b"a model")
         model = {"checkpoint": "a.ckpt", "shape": (1, 1, 1), "pixels": "uint8", "classes": 10, "step": 2}
         recorded._save_model(run_id, folder / backend, model)
-        recorded.finish(run_id, "FINISHED", {})
+        figure = folder / backend / view.CURVES
+        figures.save(figures.curves([{"epoch": 1, "test/loss": 1.0, "test/accuracy": accuracy}]), figure)
+        note = view.illustrated({view.NOTE: "fast"}, run_id, folder / backend)
+        recorded.finish(run_id, "FINISHED", note, [(str(figure), "figures")])
     recorded.finish(parent, "FINISHED", {})
     opened = folder / "opened"
     opener = folder / "opener"
@@ -185,9 +189,17 @@ def test_the_page_opens_on_the_ranking_with_our_columns_charts_and_models(page):
     def models(dom):
         assert set(names(dom)) == set(RUNS)
 
+    site, run_id = address.partition("#")[0], store._search("tags.backend = 'cpu'", 1)[0].info.run_id
+    picture = f"get-artifact?path={view.CURVES}&run_uuid={run_id}"
+
+    def curves(dom):
+        assert f'src="{picture.replace("&", "&amp;")}"' in dom
+
+    see(f"{site}#/experiments/{store._experiment_id}/runs/{run_id}?{view.MODE}", curves)
+    assert urlopen(site + picture).read(4) == b"\x89PNG"
     see(address, listed)
     see(address.replace("=TABLE", "=CHART"), charts)
-    see(f"{address.partition('#')[0]}#/experiments/{store._experiment_id}/models?{view.MODE}", models)
+    see(f"{site}#/experiments/{store._experiment_id}/models?{view.MODE}", models)
 
 
 @needs_chromium
