@@ -57,6 +57,7 @@ NETWORKS = {
         *END,
     )),
     "batch_norm_first": ((3, 3, 2), (BatchNorm2d(), Conv2d(3, 2), GlobalAvgPool(), Linear(3))),
+    "batch_norm_before_the_last": ((4, 4, 1), (Dropout(0.3), BatchNorm2d(), Conv2d(4, 1, 3), Flatten())),
     "residual_network": ((6, 6, 3), (
         CONV, BatchNorm2d(), ReLU(), Residual(BLOCK), ReLU(), Conv2d(4, 3, 2, "same", bias=False), BatchNorm2d(),
         ReLU(), Residual(BLOCK), ReLU(), GlobalAvgPool(), Dropout(0.2), Linear(5),

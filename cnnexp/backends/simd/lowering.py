@@ -186,7 +186,9 @@ class Plan:
                 halo = Halo() if flat else node.gradient_halo(i > first)
                 until = i + 1 if i + 1 == len(nodes) else nodes.index(_reader(nodes, i))
                 used = self._backward(until), self._backward(_start(nodes, i))
-                dx = node.dy = self._room(rooms, kind, shape, halo, [used])
+                # the loss writes the last one: in the arena, like the scores
+                steps = [used] if i + 1 < len(nodes) else None
+                dx = node.dy = self._room(rooms, kind, shape, halo, steps)
                 if i + 1 < len(nodes):
                     nodes[i + 1].input_rectified = node.dy_rectified = node.rectify and nodes[i + 1].rectifies_dx
 
