@@ -100,16 +100,15 @@ class Channels(ConvolutionNode[NHWC]):
             conv = Sum(taps, counts, panels, first, rows.step, x=d, origin=origin, y=dx, positive=positive)
             self.phases.append((rows, columns, conv, size))
             size += panels.size
-        self.packed = plan.arena.allocate(size)
+        plan.arena.share(size)
 
     def prepare_forward(self, plan: Layout) -> None:
         stage, layer, channels, target = self.stage, self.stage.layer, self.stage.input_shape[2], plan.target
         counts = self.shape[0], self.shape[1]
         if self.pool:
-            size, vectors = self.pool.window.size, -(-layer.filters // target.lanes)
-            argmax = plan.arena.nhwc((*counts, vectors * target.lanes // 4))
-            self.windows = Windows(size, self.pool.window.stride, argmax)
-        width = panel_width(counts, self.pool.window.size if self.pool else 1, layer.filters, target)
+            argmax = plan.arena.nhwc((*counts, -(-layer.filters // target.lanes) * target.lanes // 4))
+            self.windows = Windows(self.pool.window.size, self.pool.window.stride, argmax)
+        width = panel_width(counts, self.window, layer.filters, target)
         panels = Panels(layer.kernel**2 * channels, layer.filters, width, target.lanes)
         plan.parameters.place(stage.weight, panels.size, panels.views)
         plan.parameters.place_plain(stage.bias)
@@ -136,7 +135,7 @@ class Channels(ConvolutionNode[NHWC]):
     def backward_input(self, k: Emitter, plan: Layout) -> None:
         weights, _ = plan.parameters.of(self.stage, k.parameters)
         for rows, columns, conv, offset in self.phases:
-            packed = k.arena + self.packed + offset
+            packed = k.arena + plan.arena.shared + offset
             if rows.taps and columns.taps:
                 self._transpose_weights(k, (rows, columns), weights, conv.panels, packed)
                 self.conv2d(k, conv, packed, None)
@@ -186,9 +185,9 @@ class Sum(Geometry[NHWC]):
     step: int = 1
 
 
-def panel_width(counts: tuple[int, int], window: int, filters: int, target: Target) -> int:
-    """Return the vectors of a panel of weights that serves (U, V) cells of window * window pixels best."""
-    return choose_tile(counts, window * window, -(-filters // target.lanes), target.registers)[2]
+def panel_width(counts: tuple[int, int], pixels: int, filters: int, target: Target) -> int:
+    """Return the vectors of a panel of weights that serves (U, V) cells of so many pixels best."""
+    return choose_tile(counts, pixels, -(-filters // target.lanes), target.registers)[2]
 
 
 def conv2d(k: Emitter, conv: Sum, weights: Pointer, bias: Pointer | None) -> None:
