@@ -53,11 +53,11 @@ NETWORKS = {
         Dropout(0.9), Flatten(), Dropout(0.1), Linear(9), ReLU(), Dropout(0.6), Linear(5), Dropout(0.25),
     )),
     "batch_norm": ((5, 4, 2), (
-        Conv2d(3, 2, bias=False), BatchNorm2d(), ReLU(), Conv2d(4, 2), BatchNorm2d(0.5, 1e-2), Tanh(), BatchNorm2d(1.0),
-        *END,
+        Conv2d(3, 2), BatchNorm2d(), ReLU(), Conv2d(4, 2), BatchNorm2d(0.5, 1e-2), Tanh(), BatchNorm2d(1.0), *END,
     )),
     "batch_norm_first": ((3, 3, 2), (BatchNorm2d(), Conv2d(3, 2), GlobalAvgPool(), Linear(3))),
     "batch_norm_before_the_last": ((4, 4, 1), (Dropout(0.3), BatchNorm2d(), Conv2d(4, 1, 3), Flatten())),
+    "residual_after_dropout": ((4, 4, 2), (Dropout(0.3), Residual((Conv2d(2, 1),)), *END)),
     "residual_network": ((6, 6, 3), (
         CONV, BatchNorm2d(), ReLU(), Residual(BLOCK), ReLU(), Conv2d(4, 3, 2, "same", bias=False), BatchNorm2d(),
         ReLU(), Residual(BLOCK), ReLU(), GlobalAvgPool(), Dropout(0.2), Linear(5),

@@ -203,7 +203,7 @@ class Plan:
         """
         if i + 1 == len(nodes) or (self._cuts and _reader(nodes, i).input_layout is NC):
             return None  # what rounds up a row must stay 0
-        node, last, trained = nodes[i], i + 1, i + 1 >= self._first_trained
+        node, last, trained = nodes[i], i + 1, nodes.index(_reader(nodes, i)) >= self._first_trained
         if isinstance(nodes[last], Split):  # the sum where it ends reads this, too
             last = nodes.index(_end(nodes, last))
         if not trained or not (node.keeps_y or nodes[i + 1].keeps_x or last > i + 1):
