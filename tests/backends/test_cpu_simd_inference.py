@@ -86,7 +86,7 @@ def test_who_is_inside_is_waited_for_and_who_comes_late_is_not_let_in():
     inside = threading.Event()
     helpers.run(together, 1)
     assert ended == [1]
-    helpers._inboxes[0].put(SimpleNamespace(join=lambda rank: gate.wait(60)))  # a turn that keeps it from the next
+    helpers._members[0][1].put(SimpleNamespace(join=lambda rank: gate.wait(60)))  # a turn that keeps it from the next
     helpers.run(came.append, 1)
     gate.set()
     inside = threading.Event()
