@@ -11,20 +11,17 @@ import numpy as np
 import pytest
 from commands import ROOT, TINY, cnnexp, statuses, wait_for
 from tables import each
-from workers.work import HUNDRED_STEPS, MODELS, OPTIMIZERS, compiled, trained
+from workers.work import HUNDRED_STEPS, LIMIT_S, MODELS, OPTIMIZERS, compiled, trained
 
 from cnnexp.backends.processor import usable_cores
 from cnnexp.tracking.events import read_journal
 from cnnexp.training.checkpoint import find, list_checkpoints, load
-from cnnexp.workers import Mpi
 
 psutil = pytest.importorskip("psutil", reason="finds the ranks to kill")
 pytest.importorskip("mpi4py", reason="workers=mpi needs mpi4py: pip install cnnexp[mpi]")
 MPIEXEC = shutil.which("mpiexec", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]))
 pytestmark = pytest.mark.skipif(MPIEXEC is None, reason="no mpiexec: pip install cnnexp[mpi]")
 PATH = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
-# a loss that is seen by then was not waited for; a busy machine is slow, not that slow
-LIMIT_S = Mpi().heartbeat_timeout_s / 2
 FFN = ("model=ffn", "~model.filters", "model.loss_name=softmax_cross_entropy")
 
 

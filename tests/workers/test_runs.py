@@ -8,14 +8,12 @@ import pytest
 from commands import cnnexp, starting, statuses, wait_for
 from conformance import assert_same_state
 from tables import each
+from workers.work import LIMIT_S
 
 from cnnexp.tracking.events import read_journal
 from cnnexp.training.checkpoint import find, list_checkpoints, load
-from cnnexp.workers import Local
 
 psutil = pytest.importorskip("psutil", reason="finds the workers to kill")
-# a loss that is seen by then was not waited for; a busy machine is slow, not that slow
-LIMIT_S = Local().heartbeat_timeout_s / 2
 # epochs that take longer than to record one, so that the recorder of a killed run is soon done
 LONGER = ("dataset.train_size=1000", "model.filters=32")
 PLAIN = ("backend=numpy", "trainer.baseline=null", "trainer.schedule=constant", "optimizer=adam")

@@ -17,6 +17,8 @@ from cnnexp.workers.local import LocalCollective, SharedBuffer
 MODELS = {"one_conv": OneConv(filters=4), "two_conv_mlp": TwoConvMlp(filters=3, hidden=17)}
 OPTIMIZERS = {"sgd": SGD(lr=0.05, momentum=0.5), "adam": Adam(lr=1e-3)}
 RATE = 0.01
+# a loss that is seen by then was not waited for; a busy machine is slow, not that slow
+LIMIT_S = Mpi().heartbeat_timeout_s / 2
 
 
 def images(count=50, side=12):

@@ -11,6 +11,7 @@ import io
 import itertools
 import math
 import pickle
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, cast
@@ -75,7 +76,7 @@ class Plan:
         whole = any(node.whole_vectors for node in nodes)
         images = most if whole else max(self.share, target.lanes // FEWEST_IN_A_TILE)
         self.arena, self.parameters = Arena(target.lanes, groups, images), Parameters(target.lanes)
-        self.clocks = Clocks(target)
+        self.clocks, self._again = Clocks(target), dict[int, list[Node]]()
         self._allocate(network, nodes)
         for node in nodes:
             node.prepare(self)
@@ -90,12 +91,12 @@ class Plan:
             (f"{node.name}.draw", functools.partial(node.draw, number=i)) for i, node in enumerate(self.dropouts)
         ]
         self.scores, self.d_scores = cast(NC, nodes[-1].y), cast(NC, nodes[-1].dy)
-        self.forward = self._named(FORWARD, nodes, lambda node: node.forward(self))
-        trained = nodes[self._first_trained :]
-        self.backward = []
-        for node, before in zip(reversed(trained), [*reversed(nodes[:-1]), None], strict=False):
-            if isinstance(before, BatchNormNode) and before.made_again:
-                self.backward += self._named(BACKWARD, [before], lambda node: [("again", node.forward(self)[-1][1])])
+        trained, self.forward, self.backward = nodes[self._first_trained :], Kernels(), Kernels()
+        for i, node in enumerate(nodes):
+            self.forward += self._made_before(FORWARD, i)
+            self.forward += self._named(FORWARD, [node], lambda node: node.forward(self))
+        for node in reversed(trained):
+            self.backward += self._made_before(BACKWARD, self._backward(nodes.index(node)))
             self.backward += self._named(BACKWARD, [node], lambda node: node.backward(self))
         self.gradients = self._named(BACKWARD, trained, lambda node: node.owned_gradients(self))
         self._updates = self._named(BACKWARD, trained, lambda node: node.owned_updates(self))
@@ -113,7 +114,7 @@ class Plan:
             known |= {f"{node.name}.{kernel}": (node, work) for kernel, work in found.items()}
         for what, kernels in ((FORWARD, self.forward), (BACKWARD, self.backward), (BACKWARD, self.gradients)):
             for name, _ in kernels:
-                node, work = known[name]
+                node, work = known[re.sub(r"again$", "forward", name)]
                 part = node.part(self, what, name.removeprefix(f"{node.name}."))
                 rows.append(
                     replace(
@@ -142,6 +143,10 @@ class Plan:
             for name, emit in kernels_of(node)
             for key in [functools.partial(self._key, node, what, name)]
         ]
+
+    def _made_before(self, what: str, step: int) -> Kernels:
+        """Return the kernels that make tensors again for a step."""
+        return self._named(what, self._again.get(step, ()), lambda node: [("again", node.forward(self)[-1][1])])
 
     def _key(self, node: Node, what: str, name: str) -> tuple[bytes, list[Offset]]:
         """Return what the code of a kernel follows from, and what differs between equal nodes: see `Kernel`."""
@@ -184,13 +189,23 @@ class Plan:
             if i >= first:
                 flat = i + 1 == len(nodes) or nodes[i + 1].input_layout is NC
                 halo = Halo() if flat else node.gradient_halo(i > first)
+                if self._hands_on(nodes, i):
+                    continue
                 until = i + 1 if i + 1 == len(nodes) else nodes.index(_reader(nodes, i))
                 used = self._backward(until), self._backward(_start(nodes, i))
                 # the loss writes the last one: in the arena, like the scores
                 steps = [used] if i + 1 < len(nodes) else None
                 dx = node.dy = self._room(rooms, kind, shape, halo, steps)
+                if i and self._hands_on(nodes, i - 1):
+                    nodes[i - 1].dy = node.dx = node.dy
                 if i + 1 < len(nodes):
                     nodes[i + 1].input_rectified = node.dy_rectified = node.rectify and nodes[i + 1].rectifies_dx
+
+    def _hands_on(self, nodes: list[Node], i: int) -> bool:
+        """Whether a node's dy is that of the sum after it: the node leaves it as it is, who reads the sum rectifies."""
+        if not isinstance(nodes[i], BatchNormNode) or not isinstance(nodes[i + 1], Sum):
+            return False
+        return not nodes[i + 1].rectify or (i + 2 < len(nodes) and nodes[i + 2].rectifies_dx)
 
     def _backward(self, i: int) -> int:
         """Return the step that is a node's backward pass."""
@@ -199,7 +214,8 @@ class Plan:
     def _steps_of_y(self, nodes: list[Node], i: int) -> Steps | None:
         """Return the steps that use a node's output; None where its room is for it alone.
 
-        Where a share is many tiles, the output of a normalization is not kept but `made_again`, which is noted here.
+        Where a share is many tiles, the output of a normalization is not kept but made again, which is noted here, and
+        so is every second sum.
         """
         if i + 1 == len(nodes) or (self._cuts and _reader(nodes, i).input_layout is NC):
             return None  # what rounds up a row must stay 0
@@ -207,13 +223,32 @@ class Plan:
         if isinstance(nodes[last], Split):  # the sum where it ends reads this, too
             last = nodes.index(_end(nodes, last))
         if not trained or not (node.keeps_y or nodes[i + 1].keeps_x or last > i + 1):
-            return [(i, last)]
+            return [(i, last), *((step, step) for step in self._made_again(nodes, i + 1))]
         if not self._cuts:
             return None
         if isinstance(node, BatchNormNode) and not self.owns and last == i + 1 and last not in self._cuts:
-            node.made_again = True
+            self._again[self._backward(last)] = [node]
             return [(i, last), (self._backward(last), self._backward(last))]
+        if again := self._made_again(nodes, i):
+            self._again |= {step: [nodes[i - 1], node] for step in again}
+            forward, backward = again
+            return [(i, i + 2), (forward, forward), (backward, backward + 1)]
         return [(i, self._backward(_start(nodes, i) if node.keeps_y or last > i + 1 else last))]
+
+    def _made_again(self, nodes: list[Node], i: int) -> list[int]:
+        """Return the steps for which a sum is made again: where the sum after it takes it, and where a layer goes back.
+
+        It is of a normalization, whose input is kept, and a tensor that is kept: the sum before is not made again.
+        """
+        node, after = nodes[i], nodes[i + 1 : i + 3]
+        if self.owns or not self._cuts or not isinstance(node, Sum) or not isinstance(nodes[i - 1], BatchNormNode):
+            return []
+        if [isinstance(reader, Split) for reader in after] != [True, False] or i + 2 in self._cuts:
+            return []
+        before = nodes[nodes.index(node.split) - 1]
+        if any(before in made for made in self._again.values()):
+            return []
+        return [nodes.index(_end(nodes, i + 1)), self._backward(i + 2)]
 
     def _room(self, rooms: Rooms, kind: type[Tensor], shape: Shape, halo: Halo, used: Steps | None) -> Tensor:
         """Return a tensor that is used in these steps: where another one lies that is not used then, if there is.

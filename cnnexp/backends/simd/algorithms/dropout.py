@@ -35,7 +35,7 @@ class DropoutNode(Node[Tensor, Tensor]):
 
     algorithm = "dropout"
     rectifies_dx = any_image = True
-    keeps_y = False
+    keeps_y = whole_vectors = False
 
     @classmethod
     def of(cls, sections: Sequence[Section], first: bool) -> DropoutNode | None:

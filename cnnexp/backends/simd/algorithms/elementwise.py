@@ -19,6 +19,7 @@ class ElementwiseNode(Node[Tensor, Tensor]):
     """An elementwise layer where nothing takes it in."""
 
     algorithm = "elementwise"
+    whole_vectors = False
 
     @classmethod
     def of(cls, sections: Sequence[Section], first: bool) -> ElementwiseNode | None:

@@ -24,7 +24,7 @@ class Pool(Node[Tensor, Tensor]):
     stage: PoolStage
     algorithm = "pool"
     any_image = True
-    keeps_x = keeps_y = False
+    keeps_x = keeps_y = whole_vectors = False
 
     @classmethod
     def of(cls, sections: Sequence[Section], first: bool) -> Pool | None:

@@ -25,7 +25,7 @@ class Split(Node[Tensor, Tensor]):
     """Where a Residual begins; `sum` is where it ends."""
 
     algorithm = "residual"
-    any_image = True
+    any_image = rectifies_dx = True
     whole_vectors = False
     sum: Sum
 
@@ -47,17 +47,21 @@ class Split(Node[Tensor, Tensor]):
 
     def emit_backward(self, k: Emitter, plan: Layout) -> None:
         dx, end = self.needed_dx, self.sum
-        tensors = (dx, end.dy, end.y) if end.rectifies_dy else (dx, end.dy)
+        past = [end.y] if end.rectifies_dy else []
 
         def add(places: list[Pointer]) -> ir.Value:
-            value = k.finish(k.load(places[1]), positive=places[2] if end.rectifies_dy else None)
+            value = k.finish(k.load(places[1]), positive=places[2] if past else None)
             return k.add(k.load(places[0]), value)
 
         if end.step:
-            steps = [*zip(tensors, (end.step, 1, 1), strict=False), (dx, end.step)]
-            _each_nth(k, steps, (0, self.shape[2]), add)
-        else:
-            _each(k, (*tensors, dx), add)
+            _each_nth(
+                k, [(dx, end.step), (end.dy, 1), *((y, 1) for y in past), (dx, end.step)], (0, self.shape[2]), add
+            )
+            if self.input_rectified:
+                copy_gradient(k, self.x, dx, dx)
+            return
+        before = [self.x] if self.input_rectified else []
+        _each(k, (dx, end.dy, *past, *before, dx), lambda p: k.finish(add(p), positive=p[-1] if before else None))
 
 
 class Sum(Node[Tensor, Tensor]):
@@ -101,6 +105,9 @@ class Sum(Node[Tensor, Tensor]):
         _each_nth(k, (x, (self.split.x, self.step), y), (0, channels), add)
         if self.shape[2] > channels:
             _each_nth(k, (x, y), (channels, self.shape[2] - channels), add)
+
+    def backward(self, plan: Layout) -> Kernels:
+        return [] if self.dx is self.dy else super().backward(plan)
 
     def emit_backward(self, k: Emitter, plan: Layout) -> None:
         copy_gradient(k, self.y if self.rectifies_dy else None, self.dy, self.needed_dx)

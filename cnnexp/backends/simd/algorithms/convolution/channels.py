@@ -100,7 +100,7 @@ class Channels(ConvolutionNode[NHWC]):
             conv = Sum(taps, counts, panels, first, rows.step, x=d, origin=origin, y=dx, positive=positive)
             self.phases.append((rows, columns, conv, size))
             size += panels.size
-        self.packed = plan.arena.allocate(size)
+        plan.arena.share(size)
 
     def prepare_forward(self, plan: Layout) -> None:
         stage, layer, channels, target = self.stage, self.stage.layer, self.stage.input_shape[2], plan.target
@@ -135,7 +135,7 @@ class Channels(ConvolutionNode[NHWC]):
     def backward_input(self, k: Emitter, plan: Layout) -> None:
         weights, _ = plan.parameters.of(self.stage, k.parameters)
         for rows, columns, conv, offset in self.phases:
-            packed = k.arena + self.packed + offset
+            packed = k.arena + plan.arena.shared + offset
             if rows.taps and columns.taps:
                 self._transpose_weights(k, (rows, columns), weights, conv.panels, packed)
                 self.conv2d(k, conv, packed, None)

@@ -29,7 +29,7 @@ from cnnexp.backends.simd.algorithms.convolution.channels import Channels, Sum, 
 from cnnexp.backends.simd.algorithms.cost import Work, bring, passes, product_gradient, product_sums
 from cnnexp.backends.simd.algorithms.linear.product import Steps, add_products
 from cnnexp.backends.simd.compiler.emit import INDEX, Emitter, Pointer, Target, chunks
-from cnnexp.backends.simd.layouts import NHWC, Arena, Layout, odd_lines, round_up
+from cnnexp.backends.simd.layouts import LINE_FLOATS, NHWC, Arena, Layout, odd_lines, round_up
 
 PLACES = 16
 """Of a transformed tile."""
@@ -84,7 +84,7 @@ class Winograd(Channels):
         self.transformed = WinogradPass(plan.arena, self.sum, plan.target)
         if self.dx and not self.follows:
             _, _, conv, _ = self.phases[0]
-            self.back = WinogradPass(plan.arena, conv, plan.target)
+            self.back = WinogradPass(plan.arena, conv, plan.target, after=conv.panels.size)
 
     def conv2d(self, k: Emitter, conv: Sum, weights: Pointer, bias: Pointer | None) -> None:
         conv2d(k, self.transformed if conv is self.sum else self.back, weights, bias)
@@ -152,6 +152,7 @@ class WinogradPass:
     Args:
         conv: as without Winograd, 3 x 3 taps, stride 1, and windows of 2 x 2 if any.
         arena: whose room for a kernel holds the transformed weights, or their gradient, [place][panels].
+        after: floats of that room that hold the weights themselves, turned.
 
     Attributes:
         tiling: how it goes over an image. panels: of the weights of one place (C, F).
@@ -161,7 +162,7 @@ class WinogradPass:
         input_row, output_row: floats of a transformed tile's channels, and of its filters.
     """
 
-    def __init__(self, arena: Arena, conv: Sum, target: Target) -> None:
+    def __init__(self, arena: Arena, conv: Sum, target: Target, after: int = 0) -> None:
         channels, filters = conv.x.shape[2], conv.panels.outputs
         self.conv, self.arena, self.panels = conv, arena, replace(conv.panels, rows=channels)
         self.tiling = Tiling(conv.counts, conv.windows is not None, channels, filters, target)
@@ -171,10 +172,11 @@ class WinogradPass:
         inputs, outputs = odd_lines(tiles * self.input_row), odd_lines(tiles * self.output_row)
         self.strides = weights, inputs, outputs
         self.inputs, self.outputs = PLACES * weights, PLACES * (weights + inputs)
-        arena.share(self.outputs + PLACES * outputs)
+        self.after = round_up(after, LINE_FLOATS)
+        arena.share(self.after + self.outputs + PLACES * outputs)
 
     def room(self, k: Emitter) -> Pointer:
-        return k.arena + self.arena.shared
+        return k.arena + self.arena.shared + self.after
 
     def at(self, k: Emitter, place: ir.Value) -> list[Pointer]:
         """Return where weights, inputs and outputs of a place lie."""
