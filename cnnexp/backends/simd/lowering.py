@@ -73,7 +73,7 @@ class Plan:
         self.target, self.share, self.owns = target, min(share, most), share <= most
         nodes = self.nodes = choose_nodes(network, target, self.share)
         self._cuts = [i for i, node in enumerate(nodes) if node.seams(self)]
-        whole = any(node.whole_vectors for node in nodes)
+        whole = any(node.whole_vectors or (node.whole_backward and not target.forward_only) for node in nodes)
         images = most if whole else max(self.share, target.lanes // FEWEST_IN_A_TILE)
         self.arena, self.parameters = Arena(target.lanes, groups, images), Parameters(target.lanes)
         self.clocks, self._again = Clocks(target), dict[int, list[Node]]()

@@ -102,6 +102,8 @@ class Node(Generic[X, Y]):
     """Whether it has taken in a ReLU."""
     whole_vectors: ClassVar[bool] = True
     """Whether its kernels go by vectors of images, and may write a whole one where a tile has fewer images."""
+    whole_backward: ClassVar[bool] = False
+    """Whether those of its backward pass alone do."""
     keeps_x: bool = True
     """Whether its backward pass reads its input."""
     keeps_y: bool = True

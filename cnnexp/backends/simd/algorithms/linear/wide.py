@@ -35,6 +35,7 @@ class Wide(Dense):
         return "images" if kernel == "backward_input" else self.holds
 
     algorithm = "wide"
+    whole_vectors, whole_backward = False, True
 
     def work(self, target: Target, images: int, needs_dx: bool) -> dict[str, Work]:
         features, outputs = self.stage.weight.shape
