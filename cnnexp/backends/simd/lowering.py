@@ -61,7 +61,7 @@ class Plan:
         scores, d_scores: output of the network and its gradient, one image per row.
         dropouts: those of the nodes that draw random numbers. draws: kernels that begin to, see `DropoutNode.draw`.
         gather: kernels that bring images in, by the type of their pixels (`uint8`, `float32`).
-        forward, backward: kernels in order.
+        forward, backward: kernels in order. setup: of those that predict, what runs once for the same parameters.
         gradients: what adds to the gradients of owned weights, after `backward`.
         updates: what takes the step of owned weights instead, once all threads have come through `backward`.
         seams: where a training step is cut, in order: as many in the forward pass as in the backward pass.
@@ -90,6 +90,7 @@ class Plan:
         self.draws: Kernels = [
             (f"{node.name}.draw", functools.partial(node.draw, number=i)) for i, node in enumerate(self.dropouts)
         ]
+        self.setup = self._named(FORWARD, nodes, lambda node: node.setup(self)) if target.forward_only else []
         self.scores, self.d_scores = cast(NC, nodes[-1].y), cast(NC, nodes[-1].dy)
         trained, self.forward, self.backward = nodes[self._first_trained :], Kernels(), Kernels()
         for i, node in enumerate(nodes):

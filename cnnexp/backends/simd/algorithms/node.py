@@ -161,6 +161,10 @@ class Node(Generic[X, Y]):
     def prepare(self, plan: Layout) -> None:
         """Allocate what else it needs, once x, y, dy, dx are known."""
 
+    def setup(self, plan: Layout) -> Kernels:
+        """Return what is to be done once for all predictions with the same parameters."""
+        return []
+
     def forward(self, plan: Layout) -> Kernels:
         """Return the kernels of its forward pass: one, unless it says otherwise."""
         return [("forward", lambda k: self.emit_forward(k, plan))]

@@ -78,7 +78,8 @@ class Forward(NamedTuple):
     """What one thread gets of a program that only predicts; names as in `Call`.
 
     Attributes:
-        total: images. taken: (1,), those that some thread has begun: each takes a tile at a time. arena: its own.
+        total: images; 0 for what its kernels need once, after other parameters.
+        taken: (1,), those that some thread has begun: each takes a tile at a time. arena: its own.
     """
 
     total: int

@@ -335,7 +335,10 @@ class ForwardProgram(Program[LoadedSplit]):
         self._state = {name: state[name].copy() for name in self._state}
         folded = self._folded.parameters(self._state)
         folded[np.abs(folded) < np.finfo(np.float32).tiny] = 0  # a CPU takes a hundred times as long for them
-        self._layout.pack(folded, self._parameters)
+        with self._lock:
+            self._layout.pack(folded, self._parameters)
+            for packed in self._packed:  # of no image yet
+                self._work.run(packed)
 
     def restore(self, state: State) -> None:
         self.take(complete(state, self.network, self.optimizer))

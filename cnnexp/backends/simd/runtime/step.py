@@ -182,9 +182,11 @@ def make_forward(plan: Plan, key: str, library: ir.Module) -> Dispatcher:
     """Return `forward`, a dispatcher as `make_work`'s: what one thread does of a program that only predicts."""
     compiled, images = _compiler(key), plan.arena.images
     gather, copy_scores = _make_gather(plan, compiled, library), _copy_scores(plan.scores, compiled)
-    run = compose("forward", plan.target, plan.forward, library)
+    run, setup = (compose(name, plan.target, getattr(plan, name), library) for name in ("forward", "setup"))
 
     def forward(call: Forward) -> None:
+        if call.total == 0:
+            setup(call.parameters, call.parameters, call.arena, 0)
         while True:
             at = fetch_add(call.taken, images)
             if at >= call.total:

@@ -28,7 +28,7 @@ from cnnexp.backends.parts import BACKWARD, FORWARD, TRANSFORMED
 from cnnexp.backends.simd.algorithms.convolution.channels import Channels, Sum, finish, panel_width
 from cnnexp.backends.simd.algorithms.cost import Work, bring, passes, product_gradient, product_sums
 from cnnexp.backends.simd.algorithms.linear.product import Steps, add_products
-from cnnexp.backends.simd.compiler.emit import INDEX, Emitter, Pointer, Target, chunks
+from cnnexp.backends.simd.compiler.emit import INDEX, Emitter, Kernels, Pointer, Target, chunks
 from cnnexp.backends.simd.layouts import LINE_FLOATS, NHWC, Arena, Layout, odd_lines, round_up
 
 PLACES = 16
@@ -86,6 +86,10 @@ class Winograd(Channels):
             _, _, conv, _ = self.phases[0]
             self.back = WinogradPass(plan.arena, conv, plan.target, after=conv.panels.size)
 
+    def setup(self, plan: Layout) -> Kernels:
+        at = plan.parameters.offset(self.stage.weight)
+        return [("weights", lambda k: _transform_weights(k, self.transformed, k.parameters + at))]
+
     def conv2d(self, k: Emitter, conv: Sum, weights: Pointer, bias: Pointer | None) -> None:
         conv2d(k, self.transformed if conv is self.sum else self.back, weights, bias)
 
@@ -110,8 +114,9 @@ def _sums(tiling: Tiling, target: Target, images: int) -> Work:
     weights = PLACES * tiling.channels * tiling.filters
     brought = bring(weights, 4 * weights, target)  # by every block
     cycles = tiling.blocks * (max(PLACES * product.cycles, brought) + _moves(tiling, 1, target))
+    cycles += 0 if target.forward_only else _weight_moves(tiling, images, target)
     macs, tile = PLACES * tiling.blocks * product.macs, f"{product.tile} for each of {PLACES} places"
-    return Work(macs, cycles + _weight_moves(tiling, images, target), tile)
+    return Work(macs, cycles, tile)
 
 
 def _gradient(tiling: Tiling, width: int, target: Target, images: int) -> Work:
@@ -152,10 +157,11 @@ class WinogradPass:
     Args:
         conv: as without Winograd, 3 x 3 taps, stride 1, and windows of 2 x 2 if any.
         arena: whose room for a kernel holds the transformed weights, or their gradient, [place][panels].
+            In `predict` the weights have room of their own.
         after: floats of that room that hold the weights themselves, turned.
 
     Attributes:
-        tiling: how it goes over an image. panels: of the weights of one place (C, F).
+        tiling: how it goes over an image. panels: of the weights of one place (C, F). kept: where they have their room.
         inputs, outputs: so many floats into the room lie the block's tiles, [place][tile][channel] and
             [place][tile][filter].
         strides: floats from place to place of weights, inputs and outputs.
@@ -171,23 +177,30 @@ class WinogradPass:
         self.input_row, self.output_row = (round_up(row, target.lanes) for row in (channels, filters))
         inputs, outputs = odd_lines(tiles * self.input_row), odd_lines(tiles * self.output_row)
         self.strides = weights, inputs, outputs
-        self.inputs, self.outputs = PLACES * weights, PLACES * (weights + inputs)
+        self.kept = arena.allocate(PLACES * weights) if target.forward_only else None
+        self.inputs = 0 if self.kept else PLACES * weights
+        self.outputs = self.inputs + PLACES * inputs
         self.after = round_up(after, LINE_FLOATS)
         arena.share(self.after + self.outputs + PLACES * outputs)
 
     def room(self, k: Emitter) -> Pointer:
         return k.arena + self.arena.shared + self.after
 
+    def weights(self, k: Emitter) -> Pointer:
+        return k.arena + self.kept if self.kept else self.room(k)
+
     def at(self, k: Emitter, place: ir.Value) -> list[Pointer]:
         """Return where weights, inputs and outputs of a place lie."""
-        parts = zip((0, self.inputs, self.outputs), self.strides, strict=True)
-        return [(self.room(k) + part).at(place, stride) for part, stride in parts]
+        room = self.room(k)
+        bases = self.weights(k), room + self.inputs, room + self.outputs
+        return [base.at(place, stride) for base, stride in zip(bases, self.strides, strict=True)]
 
 
 def conv2d(k: Emitter, winograd: WinogradPass, weights: Pointer, bias: Pointer | None) -> None:
     """As `channels.conv2d` on `winograd.conv`."""
     tiling = winograd.tiling
-    _transform_weights(k, winograd, weights)
+    if not winograd.kept:
+        _transform_weights(k, winograd, weights)
     with k.loop(k.count) as n:
         for start, block in k.chunks(tiling.counts[0], tiling.rows):
             _transform_inputs(k, winograd, n, start, block, INDEX(0))
@@ -211,7 +224,7 @@ def _transform_weights(k: Emitter, winograd: WinogradPass, weights: Pointer) -> 
 
     for panel in panels.each(k):
         unit = panel.unit
-        target = replace(panel, panels=winograd.panels).at(winograd.room(k))
+        target = replace(panel, panels=winograd.panels).at(winograd.weights(k))
         with k.loop(channels) as c:
             for v in range(panel.width):
                 corner = panel.at(weights).at(c, unit) + v * k.lanes
