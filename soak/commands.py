@@ -79,6 +79,8 @@ def run(
         program: the Python that runs it.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    for name in ("out.txt", "err.txt"):  # a child that outlives a killed run writes on into that one's
+        (folder / name).unlink(missing_ok=True)
     command = [sys.executable, "-P", "-c", program, *words]
     started = time.monotonic()
     with (
