@@ -16,53 +16,37 @@ from cnnexp.measuring.environment import RANK_VARIABLES, launched_rank
 from cnnexp.system.registry import take_plugins
 from cnnexp.tracking.pipe import end_early, start_early
 
-# name -> its module, with the function `command`, its arguments and what it does
+# name -> its arguments and what it does; the function `command` of the module of that name in app/ does it
 COMMANDS = {
-    "check": (
-        "cnnexp.app.check",
-        "NAME [plugins=FILE.py]",
-        "Is a backend, a layer, an optimizer or a loss right? Your own, too.",
-    ),
-    "doctor": ("cnnexp.app.doctor", "", "What this machine can run, and what is missing for the rest."),
-    "draw": ("cnnexp.app.draw", "RUN", "A page to draw a digit on, and watch what the layers make of it."),
+    "check": ("NAME [plugins=FILE.py]", "Is a backend, a layer, an optimizer or a loss right? Your own, too."),
+    "doctor": ("", "What this machine can run, and what is missing for the rest."),
+    "draw": ("RUN", "A page to draw a digit on, and watch what the layers make of it."),
     "explain": (
-        "cnnexp.app.explain",
         "RUN | RUN RUN",
         "Where the time of a run's step goes, beside its baseline's or another run's, and\nwhy. The run needs "
         "trainer.profile=true.",
     ),
-    "export": ("cnnexp.app.export", "RUN [FILE.onnx]", "Write what a run has trained as an ONNX file."),
+    "export": ("RUN [FILE.onnx]", "Write what a run has trained as an ONNX file."),
     "find-rate": (
-        "cnnexp.app.find_rate",
         "[GROUP=NAME ...] [GROUP.KEY=VALUE ...]",
         "Try ever higher learning rates, a step each, and suggest one for a run.",
     ),
     "predict": (
-        "cnnexp.app.predict",
         "RUN IMAGE... | RUN dataset=NAME [dataset.KEY=VALUE ...] [backend=NAME]",
         "Classify photographs, or a data set, with what a run has trained.",
     ),
-    "report": (
-        "cnnexp.app.report",
-        "FOLDER | EXPERIMENT",
-        "Make the page of a paper's table or figure again, from the folder of a sweep.",
-    ),
+    "report": ("FOLDER | EXPERIMENT", "Make the page of a paper's table or figure again, from the folder of a sweep."),
     "runs": (
-        "cnnexp.app.listing",
         "[KEY=VALUE ...] [sort=COLUMN] [last=NUMBER]",
         "List the recorded runs here, the newest first; KEY is status,\nor a group or key of the config.",
     ),
-    "sync": (
-        "cnnexp.app.sync",
-        "[FOLDER ...] [tracking.uri=STORE]",
-        "Send to their store what runs have written down and it has missed.",
-    ),
+    "sync": ("[FOLDER ...] [tracking.uri=STORE]", "Send to their store what runs have written down and it has missed."),
     "ui": (
-        "cnnexp.tracking.browser",
         "[tracking.uri=STORE] [port=NUMBER]",
         "Open the recorded runs in a browser, ranked, the latest experiment first.",
     ),
 }
+ELSEWHERE = {"runs": "cnnexp.app.listing", "ui": "cnnexp.tracking.browser"}
 A_RUN = "RUN is its folder, a checkpoint, its MLflow id or the first digits of it,\nlatest, or best."
 
 
@@ -139,16 +123,17 @@ def _dispatch(arguments: list[str]) -> None:
             "a run takes GROUP=NAME and GROUP.KEY=VALUE alone"
         )
     if arguments and arguments[0] in COMMANDS:
-        module, usage, does = COMMANDS[arguments[0]]
+        usage, does = COMMANDS[arguments[0]]
         gc.enable()
         if set(arguments[1:]) & {"-h", "--help"}:
             lines = f"Usage: cnnexp {arguments[0]} {usage}".rstrip().replace(" | ", f"\n       cnnexp {arguments[0]} ")
             sys.stdout.write("\n".join([lines, "", does, *([A_RUN] if "RUN" in usage else []), ""]))
         else:
+            module = ELSEWHERE.get(arguments[0], f"cnnexp.app.{arguments[0].replace('-', '_')}")
             importlib.import_module(module).command(arguments[1:])
         return
     if {"-h", "--help"} & set(arguments):
-        importlib.import_module("cnnexp.app.groups").show_all({name: does for name, (_, _, does) in COMMANDS.items()})
+        importlib.import_module("cnnexp.app.groups").show_all({name: does for name, (_, does) in COMMANDS.items()})
         return
     about = [word for word in arguments if word.startswith("-") and word not in ("-m", "--multirun")]
     if not about and "tracking=none" not in arguments:  # as far as can be seen before the config is composed

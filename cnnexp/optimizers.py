@@ -61,9 +61,8 @@ class Optimizer:
             old[...] = value
 
 
-_DECAY = ">= 0 and < 1"
 _RANGES = {"lr": "> 0", "eps": "> 0", "weight_decay": ">= 0", "lr_decay": ">= 0"}
-_RANGES |= dict.fromkeys(("momentum", "beta1", "beta2", "alpha", "rho"), _DECAY)
+_RANGES |= dict.fromkeys(("momentum", "beta1", "beta2", "alpha", "rho"), ">= 0 and < 1")
 
 
 @dataclass(frozen=True)
@@ -94,10 +93,7 @@ class SGD(Optimizer):
             g = g + decay * w
             if has_momentum:
                 s = momentum * s + g
-                if nesterov:
-                    g = g + momentum * s
-                else:
-                    g = s
+                g = g + momentum * s if nesterov else s
             return w - rate * g, s, t
 
         return sgd

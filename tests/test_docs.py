@@ -38,7 +38,7 @@ def commands():
 def test_every_command_of_the_other_pages_is_one(run, words):
     """A run's config is composed and made into objects, of a sweep with the first of each key's values."""
     if words and words[0] in cli.COMMANDS:
-        _, usage, _ = cli.COMMANDS[words[0]]
+        usage, _ = cli.COMMANDS[words[0]]
         assert len(words) == 1 or usage
         assert all(f"{word.partition('=')[0]}=" in usage for word in words[1:] if "=" in word)
         return

@@ -58,10 +58,7 @@ def _check_backend(name: str) -> None:
     """Compare a backend with another on every network of `testing`, and say which operation explains what is wrong."""
     backend, other = backend_class(name)(), testing.reference_of(name)
     sys.stdout.write(f"{name} beside {other}: scores, losses, gradients, steps taken twice, resumed steps\n")
-    found = {}
-    for title in testing.NETWORKS:
-        found[title] = testing.examine(backend, backend_class(other)(), title)
-        _say(title, found[title][1])
+    found = {title: _examine(title, backend, backend_class(other)(), title) for title in testing.NETWORKS}
     if guilty := testing.explain(found):
         sys.stdout.write(f"{guilty}\n")
     _conclude(name, [verdict for verdict, _ in found.values()], "networks")
@@ -70,17 +67,16 @@ def _check_backend(name: str) -> None:
 def _compare(name: str, network: Network, optimizer: Optimizer) -> None:
     """Compare a rule's outcome on the backends that compile it with NumPy's, on a network."""
     sys.stdout.write(f"{name}: its rule is right; a network with it, beside numpy:\n")
-    verdicts = []
-    for backend in COMPILED:
-        verdict, text = testing.examine(backend_class(backend)(), backend_class("numpy")(), network, optimizer)
-        verdicts.append(verdict)
-        _say(backend, text)
-    _conclude(name, verdicts, "backends")
+    found = [_examine(one, backend_class(one)(), backend_class("numpy")(), network, optimizer) for one in COMPILED]
+    _conclude(name, [verdict for verdict, _ in found], "backends")
 
 
-def _say(title: str, text: str) -> None:
-    sys.stdout.write(f"  {title:<20}{text}\n")
+def _examine(shown: str, *compared: Any) -> tuple[str, str]:
+    """Return what `testing.examine` does, and print it beside what is tried."""
+    verdict, text = testing.examine(*compared)
+    sys.stdout.write(f"  {shown:<20}{text}\n")
     sys.stdout.flush()
+    return verdict, text
 
 
 def _conclude(name: str, verdicts: Sequence[str], what: str) -> None:

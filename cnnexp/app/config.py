@@ -11,7 +11,7 @@ import types
 import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import numpy as np
 from omegaconf import DictConfig, OmegaConf
@@ -195,7 +195,7 @@ def plain(config: DictConfig) -> dict[str, Any]:
 
 def record(config: DictConfig) -> dict[str, Any]:
     """Return a config for the record of a run, which others may see: what reads the environment stays as written."""
-    written = container(config, resolve=False)
+    written = container(config)
     try:
         return _keep_env(plain(config), written)
     except ConfigError:
@@ -218,13 +218,9 @@ def build(cls: type, values: Mapping[str, Any], where: str, tag: str | None = No
 
 def defaults(cls: type) -> dict[str, Any]:
     """Return the keys of a dataclass with their defaults, as plain values; `???` for those that must be given."""
-    values: dict[str, Any] = {}
-    for field in dataclasses.fields(cls):
-        if field.init:
-            make = field.default_factory
-            value = field.default if make is dataclasses.MISSING else make()
-            values[field.name] = "???" if value is dataclasses.MISSING else value
-    return values
+    missing, fields = dataclasses.MISSING, [field for field in dataclasses.fields(cls) if field.init]
+    values = {f.name: f.default if f.default_factory is missing else f.default_factory() for f in fields}
+    return {name: "???" if value is missing else value for name, value in values.items()}
 
 
 def convert(value: Any, hint: Any, key: str) -> Any:
@@ -311,8 +307,9 @@ def _describe(hint: Any) -> str:
     return words.get(hint, "a mapping of keys to values")
 
 
-def container(config: DictConfig, **options: Any) -> dict[str, Any]:
-    return cast(dict[str, Any], OmegaConf.to_container(config, **options))
+def container(config: Any, resolve: bool = False, throw_on_missing: bool = False) -> Any:
+    """Return a config in plain containers; unresolved, as what it holds may lead nowhere, or to a secret."""
+    return OmegaConf.to_container(config, resolve=resolve, throw_on_missing=throw_on_missing)
 
 
 def _is_number(value: Any, kinds: Any) -> bool:

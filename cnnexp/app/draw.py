@@ -76,11 +76,10 @@ class Server(ThreadingHTTPServer):
 
     def describe(self) -> dict[str, Any]:
         network, look = self._classifier.network, self._classifier.look
-        layers = f"{len(network.layers)} layers, {network.parameter_count:,} parameters"
         return {
             "classes": self._classifier.classes,
             "shape": network.input_shape,
-            "text": f"{self._name}: {layers}",
+            "text": f"{self._name}: {len(network.layers)} layers, {network.parameter_count:,} parameters",
             "colours": look is None,  # else only the shape counts
             "pen": PEN if look is None else _pen(look, network.input_shape),
         }

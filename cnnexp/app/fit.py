@@ -12,7 +12,6 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from rich.console import Console
 
 from cnnexp.app.config import Settings, Sweep, Tracking, Trainer, build
@@ -208,6 +207,4 @@ def _plain_fields(made: Any) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> bool:
-    return isinstance(value, str | int | float | bool | None) or (
-        isinstance(value, Sequence) and not isinstance(value, np.ndarray) and all(map(_plain, value))
-    )
+    return isinstance(value, str | int | float | None) or (isinstance(value, Sequence) and all(map(_plain, value)))

@@ -68,9 +68,8 @@ def _titled(name: str, path: Path, width: int) -> list[str]:
     comments = (line.lstrip("# ") for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("#"))
     first = next(comment for comment in comments if not comment.startswith("@package")).rstrip(":")
     text = first.partition(": python -m cnnexp")[0]
-    if len(name) >= NAME:
-        return [name, *textwrap.wrap(text, width, initial_indent=" " * NAME, subsequent_indent=" " * NAME)]
-    return textwrap.wrap(text, width, initial_indent=name.ljust(NAME), subsequent_indent=" " * NAME)
+    alone, begin = ([name], "") if len(name) >= NAME else ([], name)
+    return [*alone, *textwrap.wrap(text, width, initial_indent=begin.ljust(NAME), subsequent_indent=" " * NAME)]
 
 
 def _file(path: Path, width: int) -> Iterator[str]:

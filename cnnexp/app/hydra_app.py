@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import BrokenExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import hydra
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
@@ -70,9 +70,7 @@ OmegaConf.register_new_resolver("by", lambda name, values, otherwise: values.get
 
 def launch() -> None:
     """Run all jobs of this process's command line; raise what made the only one fail."""
-    _check_groups(sys.argv[1:])
-    sys.argv[1:] = [word for word in sys.argv[1:] if word not in NOTHING]
-    sys.argv[1:] = flags_first(config_security.hide_secrets(sys.argv[1:]))
+    sys.argv[1:] = flags_first(_checked(sys.argv[1:]))
     _offer_plugins(sys.argv[1:])
     command = hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(job)
     interrupted, gave_up = True, []
@@ -106,10 +104,13 @@ def launch() -> None:
         raise _failures[0]
 
 
-def _check_composing() -> None:
-    """Have every config checked before Hydra acts on it, in the workers of a parallel launcher, too."""
+def _change_hydra() -> None:
+    """Have every config checked before Hydra acts on it, in the workers of a parallel launcher, too.
+
+    And spare it composing one only to see whether its `hydra.mode` asks for a sweep, where nothing sets that.
+    """
     load_file, place = OmegaConf.load, ConfigLoaderImpl._load_single_config
-    compose = ConfigLoaderImpl.load_configuration
+    compose, get_mode = ConfigLoaderImpl.load_configuration, Hydra.get_mode
 
     def load(file: Any) -> Any:
         name = file if isinstance(file, str | Path) else getattr(file, "name", None)  # a path's `name` is its last part
@@ -122,45 +123,40 @@ def _check_composing() -> None:
         if placed.path.startswith("file://"):
             name = (arguments[0] if arguments else options["default"]).config_path
             name = name if name.endswith((".yaml", ".yml")) else f"{name}.yaml"
-            values = OmegaConf.to_container(placed.config, resolve=False)
-            config_security.check_placed(values, Path(placed.path.removeprefix("file://"), name))
+            config_security.check_placed(container(placed.config), Path(placed.path.removeprefix("file://"), name))
         return placed
 
     def load_configuration(self: ConfigLoaderImpl, *arguments: Any, **options: Any) -> DictConfig:
         composed = compose(self, *arguments, **options)
-        config_security.check_composed(container(composed, resolve=False))
+        config_security.check_composed(container(composed))
         return composed
-
-    # Hydra loads its plugins, the reader of files among them, as modules that nobody else can reach
-    setattr(OmegaConf, "load", staticmethod(load))  # noqa: B010
-    setattr(ConfigLoaderImpl, "_load_single_config", load_single_config)  # noqa: B010
-    setattr(ConfigLoaderImpl, "load_configuration", load_configuration)  # noqa: B010
-
-
-_check_composing()
-
-
-def _compose_once() -> None:
-    """Spare Hydra composing a config only to see whether its `hydra.mode` asks for a sweep, where nothing sets it."""
-    get_mode = Hydra.get_mode
 
     def mode(self: Hydra, config_name: str | None, overrides: list[str]) -> Any:
         keys = (word.lstrip("+~").partition("=")[0] for word in sys.argv[1:] if word not in ("-m", "--multirun"))
         ours = all(key.partition(".")[0] in SECTIONS or key in FOLDERS for key in keys)
         return None if ours else get_mode(self, config_name, overrides)
 
+    # Hydra loads its plugins, the reader of files among them, as modules that nobody else can reach
+    setattr(OmegaConf, "load", staticmethod(load))  # noqa: B010
+    setattr(ConfigLoaderImpl, "_load_single_config", load_single_config)  # noqa: B010
+    setattr(ConfigLoaderImpl, "load_configuration", load_configuration)  # noqa: B010
     setattr(Hydra, "get_mode", mode)  # noqa: B010
 
 
-_compose_once()
+_change_hydra()
 
 
-def _check_groups(words: Sequence[str]) -> None:
-    """Raise ConfigError where a group is given no name but something else: Hydra's own errors name no key then."""
+def _checked(words: Sequence[str]) -> list[str]:
+    """Return a command line as Hydra may have it, without `NOTHING` and secrets.
+
+    Raises:
+        ConfigError: a group is given no name but something else: Hydra's own errors name no key then.
+    """
     for word in words:
         key, _, value = word.lstrip("+").partition("=")
         if key in SECTIONS and (value in ("", "null") or value[0] in ("{" if key == "augment" else "[{")):
             raise ConfigError(f"{word}: must be a name of the group {key}, e.g. a file of conf/{key}/")
+    return config_security.hide_secrets([word for word in words if word not in NOTHING])
 
 
 def flags_first(words: Sequence[str]) -> list[str]:
@@ -218,7 +214,7 @@ def job(composed: DictConfig) -> float:
 
 def run(composed: DictConfig) -> float:
     """Train what the config describes, record it, show it; return the objective."""
-    folder, overrides = _folder(), _as_typed(HydraConfig.get().overrides.task)
+    folder, overrides = _folder(), container(HydraConfig.get().overrides.task)
     within, recorded = sweep.current(), record(composed)
     try:
         settings = _load(composed, overrides)
@@ -229,11 +225,10 @@ def run(composed: DictConfig) -> float:
     tracking, parent = settings.tracking, within.begun if within else None
     contended = within is not None and within.contended
     earlier = find_earlier(settings.trainer.resume, folder, recorded)
-    recorder = _recorder(tracking)
     name = tracking.run_name or default_name(recorded, overrides, within.varied if within else ())
     before = earlier.folder if earlier else None
     try:
-        with Run(folder, recorded, overrides, recorder, name, parent, contended, before) as run:
+        with Run(folder, recorded, overrides, _recorder(tracking), name, parent, contended, before) as run:
             if within is None:
                 run.show = partial(say_rows, make_console())
             if settings.sweep.skip_finished and run.skip_if_finished():
@@ -278,7 +273,7 @@ class SweepCallback(Callback):
         """Begin the sweep; what Hydra would swallow ends the program instead."""
         try:
             tracking = build(Tracking, plain(config.tracking), "tracking")
-            overrides = _as_typed(config.hydra.overrides.task)
+            overrides = container(config.hydra.overrides.task)
             folder, paper = Path(config.hydra.sweep.dir), config.sweep.paper
             varied, jobs = _plan(overrides, config.hydra.sweeper)
             if config.trainer.resume is None and any(holds_run(folder / str(number)) for number in range(jobs or 0)):
@@ -335,7 +330,7 @@ def _table(within: sweep.Sweep) -> JobTable:
 
 def _show(within: sweep.Sweep, metrics: Mapping[str, float], error: str | None = None) -> None:
     """Show the job of a sweep that has just ended."""
-    typed = dict(override.lstrip("+~").partition("=")[::2] for override in _as_typed(HydraConfig.get().overrides.task))
+    typed = dict(override.lstrip("+~").partition("=")[::2] for override in container(HydraConfig.get().overrides.task))
     keys = [key for key in within.varied if key in typed]
     values = (f"{key.rpartition('.')[2]}={typed[key]}" if "." in key else typed[key] for key in keys)
     _table(within).row(HydraConfig.get().job.num, " ".join(values), metrics, error, time.time())
@@ -374,11 +369,6 @@ def _folder() -> Path:
     return Path(HydraConfig.get().runtime.output_dir)
 
 
-def _as_typed(overrides: Any) -> list[str]:
-    """Return overrides without resolving what they hold: it may lead nowhere, or to a secret."""
-    return cast(list[str], OmegaConf.to_container(overrides, resolve=False))
-
-
 def _offer_plugins(words: Sequence[str]) -> None:
     """Let the command line pick what plugins added: the defaults of its class stand where our groups have a file."""
     picked = [(group, name) for group, _, names in (word.partition("=") for word in words) for name in names.split(",")]
@@ -393,8 +383,7 @@ def settings_of(words: Sequence[str]) -> Settings:
     """Return the settings of a run's command line, for a command that does something else with them."""
     if flags := [word for word in words if word.startswith("-")]:
         raise ConfigError(f"{flags[0]}: unknown; legal: GROUP=NAME and GROUP.KEY=VALUE")
-    _check_groups(words)
-    typed = config_security.hide_secrets([word for word in words if word not in NOTHING])
+    typed = _checked(words)
     _offer_plugins(typed)
     with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
         return load(plain(hydra.compose("config", typed)))
@@ -405,4 +394,4 @@ def config_keys() -> list[str]:
     choices = [word.partition("=")[::2] for word in sys.argv[1:]]
     picked = [f"{group}={name}" for group, name in choices if (CONF / group / f"{name}.yaml").is_file()]
     with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
-        return list(leaves(container(hydra.compose("config", picked), resolve=False)))
+        return list(leaves(container(hydra.compose("config", picked))))

@@ -55,17 +55,15 @@ def command(arguments: Sequence[str]) -> None:
 
 def _run(folder: Path, journal: Mapping[str, Any]) -> dict[str, Any]:
     """Return what is shown of a run: its numbers by the title of their column, `ended` in seconds; and its `keys`."""
-    config = flatten(journal["config"])
-    status = journal["status"]
-    if status == DIED and is_locked(folder):
-        status = "RUNNING"
+    status = "RUNNING" if journal["status"] == DIED and is_locked(folder) else journal["status"]
+    keys = {key.removesuffix(".name"): value for key, value in flatten(journal["config"]).items()}
     values = {**journal["metrics"], "epochs": len(journal["epochs"])}
     return {
         "folder": folder,
         "id": journal["run_id"],
         "name": journal["name"],
         "ended": max([0, *journal["times_ms"].values()]) / 1000 or (folder / JOURNAL).stat().st_mtime,
-        "keys": {**{key.removesuffix(".name"): value for key, value in config.items()}, "status": status},
+        "keys": {**keys, "status": status},
         **{title: values[name] for title, (name, _) in COLUMNS.items() if isinstance(values.get(name), int | float)},
     }
 

@@ -199,11 +199,10 @@ def failures(found: Sequence[Mapping[str, Any]], paper: str | None = None) -> li
     causes: dict[str, list[str]] = {}
     for row in _failed(found, paper):
         causes.setdefault(row["error"], []).append(f"{row['job']} ({' '.join(f'{key}={row[key]}' for key in keys)})")
-    rows = []
-    for cause, jobs in causes.items():
-        more = f" and {len(jobs) - 1} more" if len(jobs) > 1 else ""
-        rows.append(f"job in folder {jobs[0]}{more}: {cause}")
-    return rows
+    return [
+        f"job in folder {first}{f' and {len(others)} more' if others else ''}: {cause}"
+        for cause, (first, *others) in causes.items()
+    ]
 
 
 def _failed(found: Sequence[Mapping[str, Any]], paper: str | None) -> list[Mapping[str, Any]]:

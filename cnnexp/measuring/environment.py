@@ -24,13 +24,12 @@ PACKAGES = ("numpy", "numba", "numba-cuda", "mlflow-skinny", "torch", "tensorflo
 
 def launched_rank() -> int | None:
     """Return this process's rank as its launcher has put it in the environment, None if not started by one."""
-    given = next(((name, os.environ[name]) for name in RANK_VARIABLES if name in os.environ), None)
-    if given is None:
-        return None
-    name, rank = given
-    if not (rank.isascii() and rank.isdecimal()):
-        raise ConfigError(f"{name}={rank!r}: must be a whole number, as a launcher of MPI sets it; or unset it")
-    return int(rank)
+    for name in RANK_VARIABLES:
+        if (rank := os.environ.get(name)) is not None:
+            if not (rank.isascii() and rank.isdecimal()):
+                raise ConfigError(f"{name}={rank!r}: must be a whole number, as a launcher of MPI sets it; or unset it")
+            return int(rank)
+    return None
 
 
 def checkout() -> Path | None:

@@ -162,7 +162,10 @@ def report(ledger: Ledger, program: Profiled, epochs: Sequence[EpochResult], bac
     layers = list(_fused(own, program, images) if own else _layers(ledger.seconds, program, images))
     found["layered"] = bool(layers)
     # a fused program leaves out what the layers one by one would compute in vain
-    flops = sum(layer["flops"] for layer in layers) or _flops_per_image(program.network, program.batch_size) * images
+    flops = sum(layer["flops"] for layer in layers) or images * sum(
+        work_per_image(stage, what, program.batch_size, stage.name != _first_trained(program.network))[0]
+        for stage, what in itertools.product(program.network.stages, KERNELS)
+    )
     found["share_of_gflops"] = flops / trained_s / 1e9 / found["machine"]["gflops"]
     if layers:
         found["layers"] = layers
@@ -223,13 +226,6 @@ def step_parts(seconds: Mapping[tuple[str, str], float]) -> dict[str, float]:
         BETWEEN if what == CALLS and len(shares) > 1 else f"{layer} {what}".strip(): share
         for (what, layer), share in shares.items()
     }
-
-
-def _flops_per_image(network: Network, batch_size: int) -> float:
-    """Return the floating-point operations that a training step needs for one image."""
-    first = _first_trained(network)
-    passes = itertools.product(network.stages, KERNELS)
-    return sum(work_per_image(stage, what, batch_size, needs_dx=stage.name != first)[0] for stage, what in passes)
 
 
 def _layers(seconds: Mapping[tuple[str, str], float], program: Profiled, images: int) -> Iterator[dict[str, Any]]:

@@ -46,13 +46,8 @@ class Result(NamedTuple):
 
 def note_facts(folder: Path, paper: str | None, overrides: Sequence[str]) -> None:
     """Keep beside a sweep what a reader of its report must know: command, machine, versions, code."""
-    facts = {
-        "paper": paper,
-        "command": f"python -m cnnexp {' '.join(overrides)}",
-        **environment.machine_facts(),
-        **environment.versions(),
-        **environment.git_facts(),
-    }
+    here = {**environment.machine_facts(), **environment.versions(), **environment.git_facts()}
+    facts = {"paper": paper, "command": f"python -m cnnexp {' '.join(overrides)}", **here}
     (folder / FACTS).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
 
 
@@ -69,10 +64,8 @@ def compare(folder: Path, key: str) -> Result:
     experiment = EXPERIMENTS[key]
     paths = sorted((path.parent for path in folder.glob(f"*/{JOURNAL}")), key=lambda path: (len(path.name), path.name))
     jobs = [_job(path) for path in paths]
-    cells = [
-        [_cell(experiment, line, column, i, jobs) for i, column in enumerate(experiment.columns)]
-        for line in experiment.lines
-    ]
+    columns = list(enumerate(experiment.columns))
+    cells = [[_cell(experiment, line, column, i, jobs) for i, column in columns] for line in experiment.lines]
     return Result(experiment, jobs, cells, read_facts(folder), _scaling(jobs) if experiment.scaling else ())
 
 
@@ -82,10 +75,8 @@ def _scaling(jobs: Sequence[Job]) -> list[dict[str, Any]]:
     if path is None:
         return []
     with path.open(encoding="utf-8", newline="") as file:
-        return [
-            {key: value if key in ("link", "sync") else float(value) for key, value in row.items()}
-            for row in csv.DictReader(file)
-        ]
+        rows = list(csv.DictReader(file))
+    return [{key: text if key in ("link", "sync") else float(text) for key, text in row.items()} for row in rows]
 
 
 def _job(folder: Path) -> Job:

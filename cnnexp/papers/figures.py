@@ -26,10 +26,9 @@ BY_EPOCH = {"time/epoch_s": "epoch time (s)", "train/loss": "training loss"}
 def draw(result: Result, folder: Path) -> None:
     """Draw a paper's table or figure, made again, into `folder`: figure.png and figure.svg."""
     drawn = figure(result)
-    for suffix in ("png", "svg"):
-        # no date in the file, and text that stays text
-        with rc_context({"svg.fonttype": "none", "svg.hashsalt": "cnnexp"}):
-            drawn.savefig(folder / f"figure.{suffix}", metadata={"Date": None} if suffix == "svg" else None)
+    drawn.savefig(folder / "figure.png")
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "cnnexp"}):  # text stays text, and no date is in the file
+        drawn.savefig(folder / "figure.svg", metadata={"Date": None})
 
 
 def figure(result: Result) -> Figure:
@@ -43,8 +42,7 @@ def _bars(result: Result) -> Figure:
     lines, columns = result.experiment.lines, result.experiment.columns
     across = min(len(columns), 3 if len(lines) < 8 else 2)
     down = -(-len(columns) // across)
-    figure = new_figure(2.6 + 3.2 * across, down * (1 + 0.38 * len(lines)))
-    panels = figure.subplots(down, across, sharey=True, squeeze=False).ravel()
+    figure, panels = new_figure(2.6 + 3.2 * across, down * (1 + 0.38 * len(lines)), across, down, sharey=True)
     for axes in panels[len(columns) :]:
         axes.remove()
     for i, (column, axes) in enumerate(zip(columns, panels, strict=False)):
@@ -92,23 +90,20 @@ def _bar(axes: Axes, place: int, cell: Cell, start: float, printed: bool) -> Non
 def _lines(result: Result) -> Figure:
     """Return a line over the columns for every line of the table that has numbers."""
     experiment = result.experiment
-    figure = new_figure(13 if result.scaling else 7.5, 5.4 if result.scaling else 4.6)
-    axes, *right = figure.subplots(1, 2 if result.scaling else 1, squeeze=False)[0]
+    width, height, across = (13, 5.4, 2) if result.scaling else (7.5, 4.6, 1)
+    figure, (axes, *right) = new_figure(width, height, across)
     values = [cell.ours for row in result.cells for cell in row if cell.ours]
     axes.set_yscale("log" if values and max(values) > 50 * min(values) else "linear")
     missing = []
     for i, (line, cells) in enumerate(zip(experiment.lines, result.cells, strict=True)):
-        points = [
-            (column.x, cell.ours, cell.spread or 0)
-            for column, cell in zip(experiment.columns, cells, strict=True)
-            if cell.ours is not None
-        ]
+        pairs = zip(experiment.columns, cells, strict=True)
+        points = [(column.x, cell.ours, cell.spread or 0) for column, cell in pairs if cell.ours is not None]
         if points:
             x, y, spread = zip(*points, strict=True)
             axes.errorbar(x, y, spread if any(spread) else None, label=line.label, **_series(i))
         else:
             missing.append(line.jobs.get("backend.name", line.label))
-    xs = [column.x for column in experiment.columns]
+    xs: list[Any] = [column.x for column in experiment.columns]
     label_axes(axes, experiment.axis, experiment.quantity)
     axes.set_xticks(xs, [f"{x:g}" for x in xs])
     if axes.get_yscale() == "linear":
@@ -149,26 +144,21 @@ def _scaling(axes: Axes, result: Result) -> None:
 def _epochs(result: Result) -> Figure:
     """Return a metric over the epochs, a line per cell of the table; and the recall of each class, if asked for."""
     experiment = result.experiment
-    figure = new_figure(11 if experiment.recall else 7.5, 4.6)
-    panels = figure.subplots(1, 2 if experiment.recall else 1, squeeze=False)[0]
-    axes, missing = panels[0], []
-    drawn: set[str] = set()
+    figure, panels = new_figure(11 if experiment.recall else 7.5, 4.6, 2 if experiment.recall else 1)
+    axes, missing, drawn = panels[0], list[str](), set[str]()
     for i, line in enumerate(experiment.lines):
-        found = False
+        drawn_before = len(drawn)
         for j, column in enumerate(experiment.columns):
             for job in pick(result.jobs, {**column.jobs, **line.jobs}):
                 if not job.epochs or job.folder in drawn:
                     continue
                 drawn.add(job.folder)
-                found = True
                 name = f"{line.label}, {column.title}" if column.jobs else line.label
-                style = _series(i)
+                style = {**_series(i), "markevery": max(1, len(job.epochs) // 10)}
                 if column.jobs:
                     style |= {"linestyle": DASHES[j % len(DASHES)], "marker": MARKERS[j]}
-                marker_every = max(1, len(job.epochs) // 10)
-                y = per_epoch(job, experiment.by_epoch)
-                axes.plot(column_of(job.epochs, "epoch"), y, label=name, markevery=marker_every, **style)
-        if not found:
+                axes.plot(column_of(job.epochs, "epoch"), per_epoch(job, experiment.by_epoch), label=name, **style)
+        if len(drawn) == drawn_before:
             missing.append(line.jobs.get("backend.name", line.label))
     label_axes(axes, "epoch", BY_EPOCH[experiment.by_epoch])
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))

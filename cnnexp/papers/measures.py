@@ -51,11 +51,6 @@ def seconds_per_iteration(job: Job) -> float:
     return statistics.median(e["time/epoch_s"] * batch / e["train/images"] for e in job.epochs)
 
 
-def images_per_s(job: Job) -> float:
-    """Training images per second; the median over epochs."""
-    return statistics.median(e["throughput/images_per_s"] for e in job.epochs)
-
-
 def layer_ms(layers: str, *passes: str) -> Measure:
     """Return a measure: milliseconds per image in some passes of layers together; None where one was not clocked."""
     names = [f"profile/{layer}/{what}_ms" for layer in layers.split() for what in passes or ("forward", "backward")]
@@ -73,6 +68,7 @@ def limit(speedup: float | None) -> Measure:
 
 
 accuracy = metric("final/test_accuracy", 100)
+images_per_s = metric("throughput/median_images_per_s")  # of training; the median over epochs
 
 
 def test_loss(job: Job) -> float:

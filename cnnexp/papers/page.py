@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import html
-import itertools
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cnnexp.papers.compare import Cell, Result, compare, scaling_label
-from cnnexp.papers.measures import Job
 from cnnexp.system.table import Group, Table, as_html, as_markdown, as_screen, number
 from cnnexp.tracking.events import LACKING
 
@@ -51,16 +49,13 @@ def table_of(result: Result) -> Table:
         printed = any(row[i].published is not None for row in result.cells)
         groups.append(Group(column.title, three if printed else ("ours",)))
     for line, cells in zip(result.experiment.lines, result.cells, strict=True):
-        shown = [_shown(cell, group.headings) for group, cell in zip(groups, cells, strict=True)]
-        rows.append([line.label, *itertools.chain(*shown)])
+        rows.append([line.label])
+        for group, cell in zip(groups, cells, strict=True):
+            published, ours, ratio = texts(cell)
+            if group.headings == ("ours (paper)",) and published:
+                ours += f" ({published})"
+            rows[-1] += (published, ours, ratio) if len(group.headings) == 3 else (ours,)
     return Table(groups, rows)
-
-
-def _shown(cell: Cell, headings: tuple[str, ...]) -> tuple[str, ...]:
-    published, ours, ratio = texts(cell)
-    if headings == ("ours (paper)",) and published:
-        return (f"{ours} ({published})",)
-    return (published, ours, ratio) if len(headings) == 3 else (ours,)
 
 
 def scaling_table(result: Result) -> Table:
@@ -158,11 +153,14 @@ dd { margin: 0; overflow-wrap: anywhere }
 def notes(result: Result) -> list[str]:
     """Return what differs from the paper: its own notes, what was cut short, and what the machine lacks."""
     found = list(result.experiment.notes)
+    varied = {"trainer.batch_size": "batch {}", "model.filters": "{} filters"}
     for job in result.jobs:
         timed = sorted({int(epoch["train/images"]) for epoch in job.epochs})
         if timed and timed[0] < job.images:
-            name, span = _name(job), " to ".join(f"{count:,}" for count in dict.fromkeys((timed[0], timed[-1])))
-            found.append(f"{name}: timed on {span} of {job.images:,} images an epoch, and scaled.")
+            sizes = ", ".join(text.format(job.config[key]) for key, text in varied.items() if key in job.config)
+            what = f"{job.config['backend.name']} ({sizes})"
+            span = " to ".join(f"{count:,}" for count in dict.fromkeys((timed[0], timed[-1])))
+            found.append(f"{what}: timed on {span} of {job.images:,} images an epoch, and scaled.")
     lacking = {job.config["backend.name"]: job.error for job in result.jobs if job.status == LACKING}
     found += [f"{backend}: {error}" for backend, error in lacking.items()]
     load, cores = float(result.facts["machine.load"]), int(result.facts["machine.cores"])
@@ -199,9 +197,3 @@ def run_facts(result: Result) -> list[tuple[str, str]]:
         ("commit", commit),
         ("config", ", ".join(f"{key}={json.dumps(value)}" for key, value in common.items())),
     ]
-
-
-def _name(job: Job) -> str:
-    varied = {"trainer.batch_size": "batch {}", "model.filters": "{} filters"}
-    facts = [text.format(job.config[key]) for key, text in varied.items() if key in job.config]
-    return f"{job.config['backend.name']} ({', '.join(facts)})"

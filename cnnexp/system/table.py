@@ -39,8 +39,7 @@ def as_screen(table: Table, title: str | None, width: int) -> rich.table.Table:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    left, rows = len(table.labels), [table.titles("\n"), *table.rows]
-    texts = list(zip(*rows, strict=True))
+    texts = list(zip(table.titles("\n"), *table.rows, strict=True))
     columns = [list(column) for column in texts]
     widths = [_widest(column) for column in columns]
     open_to = set(range(len(columns)))  # columns that can still be narrower
@@ -53,7 +52,7 @@ def as_screen(table: Table, title: str | None, width: int) -> rich.table.Table:
             open_to.remove(i)
     shown = Table(title=title, box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     for i, column in enumerate(columns):
-        shown.add_column(column[0], justify="left" if i < left else "right", overflow="fold")
+        shown.add_column(column[0], justify="left" if i < len(table.labels) else "right", overflow="fold")
     for row in list(zip(*columns, strict=True))[1:]:
         shown.add_row(*row)
     return shown

@@ -86,12 +86,12 @@ def draw_profile(folder: Path, profile: Mapping[str, Any], title: str) -> None:
 
 def draw_augmented(path: Path, images: np.ndarray, title: str) -> None:
     """Draw images (N,H,W,C) as training sees them, at most 16; of others than 1 or 3 channels the first."""
-    figure = new_figure(6, 6.4, measured=False)
+    figure, panels = new_figure(6, 6.4, 4, 4, measured=False)
     shown = images if images.shape[3] == 3 else images[..., 0]
     low, high = float(shown.min()), float(shown.max())
-    for place, image in enumerate((shown - low) / max(high - low, 1e-9)):
-        axes = figure.add_subplot(4, 4, place + 1)
+    for axes, image in zip(panels, (shown - low) / max(high - low, 1e-9), strict=False):
         axes.imshow(image, cmap="gray", vmin=0, vmax=1)
+    for axes in panels:
         axes.set_axis_off()
     save(figure, path, title)
 
@@ -102,8 +102,7 @@ def ledger(profile: Mapping[str, Any]) -> Figure:
     shown = {name: s for name, s in seconds.items() if s >= SMALLEST_SHARE * profile["wall_s"]}
     if len(shown) < len(seconds):
         shown[f"{len(seconds) - len(shown)} smaller entries"] = sum(seconds.values()) - sum(shown.values())
-    figure = new_figure(8, 1.6 + 0.28 * len(shown))
-    axes = figure.subplots()
+    figure, (axes,) = new_figure(8, 1.6 + 0.28 * len(shown))
     bars = axes.barh(range(len(shown)), list(shown.values()))
     axes.set_yticks(range(len(shown)), [short(name) for name in shown])
     axes.bar_label(bars, [f" {s / profile['wall_s']:.1%}" for s in shown.values()], fontsize="x-small")
@@ -119,8 +118,7 @@ def explained(sides: Sequence[Side], title: str = "") -> Figure:
     table = rows(sides)
     pieces = [(at, row.pieces[0]) for at, row in enumerate(table)]
     placed = [(at, piece) for at, piece in pieces if sides[0].limits and piece and piece.flops and piece.bytes]
-    figure = new_figure(13 if placed else 8, max(4.2, 1.4 + 0.42 * len(table)))
-    left, *right = figure.subplots(1, 2 if placed else 1, squeeze=False)[0]
+    figure, (left, *right) = new_figure(13 if placed else 8, max(4.2, 1.4 + 0.42 * len(table)), 2 if placed else 1)
     names = [short(row.name) for row in table]
     for number, (at, _) in enumerate(placed, 1):
         names[at] += f"  ({number})"
@@ -201,10 +199,9 @@ def _number(figure: Figure, axes: Axes, points: np.ndarray) -> None:
 
 def learning(epochs: Sequence[Mapping[str, float]]) -> Figure:
     """Return loss and accuracy by epoch, of each split that was measured."""
-    figure = new_figure(9, 3.6, measured=False)
-    for axes, metric in zip(figure.subplots(1, 2), ("loss", "accuracy"), strict=True):
-        _plot_splits(axes, epochs, metric, "o")
-        label_axes(axes, "epoch", metric)
+    figure, panels = new_figure(9, 3.6, 2, measured=False)
+    _plot_splits(panels, epochs, "epoch", "o")
+    for axes in panels:
         axes.legend()
     return figure
 
@@ -213,27 +210,28 @@ def curves(epochs: Sequence[Mapping[str, float]]) -> Figure:
     """Return what `learning` does in a strip as low as what MLflow's page of a run shows of its note."""
     figure = Figure(figsize=(8.4, 0.8), dpi=DPI)
     figure.subplots_adjust(0.07, 0.22, 0.99, 0.96)
-    for axes, metric in zip(figure.subplots(1, 2), ("loss", "accuracy"), strict=True):
-        _plot_splits(axes, epochs, metric, ".")
-        label_axes(axes, "", metric)
+    panels = figure.subplots(1, 2)
+    _plot_splits(panels, epochs, "", ".")
+    for axes in panels:
         axes.yaxis.label.set_size("small")
         axes.tick_params(labelsize="x-small")
     axes.legend(fontsize="x-small", labelspacing=0.1)
     return figure
 
 
-def _plot_splits(axes: Axes, epochs: Sequence[Mapping[str, float]], metric: str, marker: str) -> None:
-    for split in ("train", "validation", "test"):
-        if f"{split}/{metric}" in epochs[0]:
-            values = column_of(epochs, f"{split}/{metric}")
-            axes.plot(column_of(epochs, "epoch"), values, marker=marker, label=split)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+def _plot_splits(panels: Sequence[Axes], epochs: Sequence[Mapping[str, float]], x: str, marker: str) -> None:
+    for axes, metric in zip(panels, ("loss", "accuracy"), strict=True):
+        for split in ("train", "validation", "test"):
+            if f"{split}/{metric}" in epochs[0]:
+                values = column_of(epochs, f"{split}/{metric}")
+                axes.plot(column_of(epochs, "epoch"), values, marker=marker, label=split)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        label_axes(axes, x, metric)
 
 
 def rate_range(rows: np.ndarray, suggested: float) -> Figure:
     """Return the curve of a range test, rows (rate, loss, smoothed loss), and the rate that it suggests."""
-    figure = new_figure(6, 3.6, measured=False)
-    axes = figure.subplots()
+    figure, (axes,) = new_figure(6, 3.6, measured=False)
     axes.semilogx(rows[:, 0], rows[:, 1], alpha=0.4, label="loss of each step")
     axes.semilogx(rows[:, 0], rows[:, 2], label="smoothed")
     axes.set_ylim(0, 2 * rows[0, 2])  # a last step that diverged would flatten the curve
@@ -245,8 +243,7 @@ def rate_range(rows: np.ndarray, suggested: float) -> Figure:
 
 def epoch_time(epochs: Sequence[Mapping[str, float]], baseline_s: Sequence[float | None]) -> Figure:
     """Return the seconds of each epoch, beside what the baseline would have needed."""
-    figure = new_figure(6, 3.6, measured=False)
-    axes = figure.subplots()
+    figure, (axes,) = new_figure(6, 3.6, measured=False)
     axes.plot(column_of(epochs, "epoch"), column_of(epochs, "time/epoch_s"), marker="o", label="this run")
     measured = [(row["epoch"], seconds) for row, seconds in zip(epochs, baseline_s, strict=True) if seconds is not None]
     if measured:
@@ -259,10 +256,8 @@ def epoch_time(epochs: Sequence[Mapping[str, float]], baseline_s: Sequence[float
 
 
 def confusion_counts(labels: np.ndarray, predicted: np.ndarray, classes: int) -> np.ndarray:
-    """Return (classes, classes), how many images of the row's class were predicted as the column's.
-
-    Two lines of NumPy, since importing scikit-learn for them takes longer than drawing all figures of a run.
-    """
+    """Return (classes, classes), how many images of the row's class were predicted as the column's."""
+    # importing scikit-learn for these two lines takes longer than drawing all figures of a run
     counts = np.zeros((classes, classes), np.int64)
     np.add.at(counts, (labels, predicted), 1)
     return counts
@@ -274,8 +269,7 @@ def confusion(labels: np.ndarray, predicted: np.ndarray, classes: Sequence[str])
     shares = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
     names = [short(name, MOST_OF_CLASS) for name in classes]
     side = min(3 + 0.42 * len(classes), 12) + (1 if _long(names) else 0)
-    figure = new_figure(side + 0.6, side, measured=_long(names))
-    axes = figure.subplots()
+    figure, (axes,) = new_figure(side + 0.6, side, measured=_long(names))
     image = axes.imshow(shares, cmap="Blues", vmin=0, vmax=1)
     figure.colorbar(image, label="share of the true class")
     if len(classes) <= CELLS_WITH_NUMBERS:
@@ -294,8 +288,8 @@ def recall(labels: np.ndarray, predicted: np.ndarray, classes: Sequence[str]) ->
     counts = confusion_counts(labels, predicted, len(classes))
     values = counts.diagonal() / np.maximum(counts.sum(axis=1), 1)
     names = [short(name, MOST_OF_CLASS) for name in classes]
-    figure = new_figure(max(6.0, min(0.5 * len(classes), 16)), 4.6 if _long(names) else 3.6, measured=_long(names))
-    axes = figure.subplots()
+    width, height = max(6.0, min(0.5 * len(classes), 16)), 4.6 if _long(names) else 3.6
+    figure, (axes,) = new_figure(width, height, measured=_long(names))
     bars = axes.bar(range(len(classes)), values)
     if len(classes) <= CELLS_WITH_NUMBERS:
         axes.set_xticks(range(len(classes)), names, rotation=45 if _long(names) else 0)
@@ -311,8 +305,7 @@ def comparison(rows: Sequence[Mapping[str, Any]], varied: Sequence[str], metric:
     others = [key for key in varied if key != axis]
     if axis is None:
         return _bars(rows, others, metric, label)
-    figure = new_figure(7, 4)
-    axes = figure.subplots()
+    figure, (axes,) = new_figure(7, 4)
     groups: dict[str, list[tuple[float, float]]] = {}
     for row in rows:
         groups.setdefault(_name(row, others), []).append((float(row[axis]), row[metric]))
@@ -327,8 +320,7 @@ def comparison(rows: Sequence[Mapping[str, Any]], varied: Sequence[str], metric:
 
 
 def _bars(rows: Sequence[Mapping[str, Any]], varied: Sequence[str], metric: str, label: str) -> Figure:
-    figure = new_figure(7, 1 + 0.4 * len(rows))
-    axes = figure.subplots()
+    figure, (axes,) = new_figure(7, 1 + 0.4 * len(rows))
     values = [row[metric] for row in rows]
     # a logarithmic axis where the slowest would hide the others
     axes.set(xscale="log" if max(values) > 50 * min(values) > 0 else "linear", xlabel=label)
@@ -339,8 +331,10 @@ def _bars(rows: Sequence[Mapping[str, Any]], varied: Sequence[str], metric: str,
     return figure
 
 
-def new_figure(width: float, height: float, measured: bool = True) -> Figure:
-    """Return a figure of its own, in inches; pyplot would keep every one alive.
+def new_figure(
+    width: float, height: float, across: int = 1, down: int = 1, measured: bool = True, **shared: Any
+) -> tuple[Figure, list[Axes]]:
+    """Return a figure of its own, in inches, and its panels, row by row; pyplot would keep every figure alive.
 
     Where it is `measured`, Matplotlib makes room for every text, in half of the time that drawing takes; else the usual
     room is left for a title and for labels of a few letters.
@@ -348,7 +342,7 @@ def new_figure(width: float, height: float, measured: bool = True) -> Figure:
     figure = Figure(figsize=(width, height), dpi=DPI, layout="constrained" if measured else None)
     if not measured:
         figure.subplots_adjust(0.8 / width, 0.6 / height, 1 - 0.2 / width, 1 - 0.45 / height)
-    return figure
+    return figure, list(figure.subplots(down, across, squeeze=False, **shared).flat)
 
 
 def entitle(figure: Figure, text: str) -> None:

@@ -41,8 +41,7 @@ class RunLock:
         if release is None:
             more = f", or delete {folder / HELD} if that is gone" if (folder / HELD).exists() else ""
             raise ConfigError(f"{key}={folder}: {_named(_holder(folder))} runs in it now; choose another folder{more}")
-        self.release: Callable[[], None] = release
-        """Let others in. Idempotent."""
+        self.release: Callable[[], None] = release  # lets others in; idempotent
 
 
 def is_locked(folder: Path) -> bool:
@@ -80,14 +79,13 @@ def _lock(folder: Path, facts: Mapping[str, str]) -> Callable[[], None] | None:
             os.ftruncate(file.fileno(), 0)  # goes on where it is interrupted, as a file's own truncate does not
             file.write(json.dumps(facts).encode())
             file.flush()
-    except BlockingIOError:
-        file.close()
-        return None
     except OSError as error:
         file.close()
-        if error.errno not in NOT_SUPPORTED:
-            raise
-        return _lock_by_file(folder / HELD, facts)
+        if error.errno in NOT_SUPPORTED:
+            return _lock_by_file(folder / HELD, facts)
+        if isinstance(error, BlockingIOError):
+            return None
+        raise
     return file.close
 
 
@@ -114,10 +112,9 @@ def _lock_by_file(held: Path, facts: Mapping[str, str]) -> Callable[[], None] | 
 def _is_gone(facts: Mapping[str, str]) -> bool:
     """Return whether a holder has ended, as far as this machine can say: not of one elsewhere."""
     here, boot = liveness.describe(os.getpid()), liveness.WHERE[0]
-    if facts.get(liveness.HOST) != here.get(liveness.HOST):
-        return False
     rebooted = facts.get(boot) != here.get(boot)
-    return rebooted or liveness.is_gone(facts, started_ms=0, now_ms=0)
+    is_ours = facts.get(liveness.HOST) == here.get(liveness.HOST)
+    return is_ours and (rebooted or liveness.is_gone(facts, started_ms=0, now_ms=0))
 
 
 def _holder(folder: Path) -> dict[str, str]:

@@ -21,19 +21,15 @@ LONGEST = 24  # characters of a value in a name
 def epoch_metrics(result: EpochResult, contended: bool = False) -> dict[str, float]:
     """Return one epoch's metrics by their MLflow names."""
     metrics = {
-        "train/loss": result.train.mean_loss,
-        "train/accuracy": result.train.accuracy,
         "train/images": result.train.count,
-        "test/loss": result.test.mean_loss,
-        "test/accuracy": result.test.accuracy,
         "time/epoch_s": result.epoch_s,
         "time/evaluate_s": result.evaluate_s,
         "throughput/images_per_s": result.images_per_s,
         "train/learning_rate": result.rate,
     }
-    if result.validation is not None:
-        metrics["validation/loss"] = result.validation.mean_loss
-        metrics["validation/accuracy"] = result.validation.accuracy
+    for name, split in {"train": result.train, "validation": result.validation, "test": result.test}.items():
+        if split is not None:
+            metrics |= {f"{name}/loss": split.mean_loss, f"{name}/accuracy": split.accuracy}
     if result.comparison is not None and not contended:
         metrics["speedup/vs_baseline"] = result.comparison.speedup
         metrics["speedup/baseline_images"] = result.comparison.images

@@ -114,7 +114,7 @@ class Recorder:
 
     def hold(self) -> None:
         """Have a recorder that is not ready keep still for a while, since what is timed begins."""
-        self._write(None, "hold", {})
+        _write(self._process, None, "hold", {})
 
     def ask(self, method: str, /, **arguments: Any) -> Future[Any]:
         """Call a method of `store.Store`; return its value to come; raise TrackingError where no process can start."""
@@ -148,7 +148,7 @@ class Recorder:
     def close(self) -> None:
         """Let the recorder finish and end, or raise TrackingError where it hangs. Idempotent."""
         with contextlib.suppress(OSError, ValueError):
-            self._calls.close()
+            cast(IO[str], self._process.stdin).close()
         try:
             self._patiently(self._process.wait, ANSWER_S)
         except TimeoutError:
@@ -165,7 +165,6 @@ class Recorder:
                 f"{self._store}: the recorder process cannot be started: {reason_of(error)}; tracking=none does "
                 "without one"
             ) from error
-        self._calls = cast(IO[str], self._process.stdin)
         self._waiting: dict[int, Future[Any]] = {}
         self._alive, self._lock = True, threading.Lock()
         lines = cast(IO[str], self._process.stdout)
@@ -181,17 +180,8 @@ class Recorder:
                 answer.set_exception(RecorderDied(self._death))
                 return answer
             self._waiting[call_id] = answer
-        self._write(call_id, method, arguments)
+        _write(self._process, call_id, method, arguments)
         return answer
-
-    def _write(self, call_id: int | None, method: str, arguments: Mapping[str, Any]) -> None:
-        """Write a call into the pipe: so few are under way at once that it is never full."""
-        try:
-            self._calls.write(json.dumps([call_id, method, arguments]) + "\n")
-            self._calls.flush()
-        except (OSError, ValueError):  # it is dead, or ends now that its pipe does: who waits is answered so
-            with contextlib.suppress(OSError, ValueError):
-                self._calls.close()
 
     def _listen(self, lines: IO[str], waiting: dict[int, Future[Any]]) -> None:
         with lines:
@@ -237,8 +227,16 @@ def _start_process(database: bool = False) -> subprocess.Popen[str]:
         start_new_session=True,  # Ctrl-C is for the training process, which then ends the run here
         env={**CLIENT_SETTINGS, **os.environ, "PYTHONPATH": path},
     )
-    with contextlib.suppress(OSError):  # it is dead; who sends next finds out
-        calls = cast(IO[str], process.stdin)
-        calls.write(json.dumps([None, "load", {"database": database}]) + "\n")
-        calls.flush()
+    _write(process, None, "load", {"database": database})
     return process
+
+
+def _write(process: subprocess.Popen[str], call_id: int | None, method: str, arguments: Mapping[str, Any]) -> None:
+    """Write a call into the pipe of a recorder: so few are under way at once that it is never full."""
+    calls = cast(IO[str], process.stdin)
+    try:
+        calls.write(json.dumps([call_id, method, arguments]) + "\n")
+        calls.flush()
+    except (OSError, ValueError):  # it is dead, or ends now that its pipe does: who waits is answered so
+        with contextlib.suppress(OSError, ValueError):
+            calls.close()

@@ -310,9 +310,8 @@ class Store:
                 f"MLFLOW_TRACKING_URI={without_secrets(self._uri)} mlflow experiments restore "
                 f"--experiment-id {found.experiment_id}"
             )
-        for key in tags:
-            if found.tags.get(key) != tags[key]:  # made by hand, or by an older cnnexp
-                self._client.set_experiment_tag(found.experiment_id, key, tags[key])
+        for key, value in tags.items() - found.tags.items():  # made by hand, or by an older cnnexp
+            self._client.set_experiment_tag(found.experiment_id, key, value)
         return found.experiment_id
 
     def _search(self, condition: str, limit: int) -> Sequence[Run]:
@@ -417,13 +416,8 @@ def _make(uri: str) -> None:
 def _dataset_input(dataset: Mapping[str, Any]) -> DatasetInput:
     from mlflow.entities import Dataset, DatasetInput, InputTag
 
-    entity = Dataset(
-        name=dataset["name"],
-        digest=dataset["sha256"][:DIGEST_LENGTH],
-        source_type="local",
-        source=json.dumps({"uri": dataset["source"]}),
-        profile=json.dumps(dataset["profile"]),
-    )
+    digest, source, profile = dataset["sha256"][:DIGEST_LENGTH], {"uri": dataset["source"]}, dataset["profile"]
+    entity = Dataset(dataset["name"], digest, "local", json.dumps(source), profile=json.dumps(profile))
     return DatasetInput(entity, [InputTag("mlflow.data.context", "training and test")])
 
 
