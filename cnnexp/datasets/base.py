@@ -245,8 +245,7 @@ def _warn_about_classes(name: str, train: np.ndarray, test: np.ndarray, classes:
     found, tested = (set(np.flatnonzero(np.bincount(labels))) for labels in (train, test))  # `unique` is slow to start
     if len(found) == 1:
         log.warning("%s: all training images are of one class, %s: nothing can be learned", name, classes[train[0]])
-    unknown = sorted(tested - found)
-    if unknown:
+    if unknown := sorted(tested - found):
         shown_names = ", ".join(classes[label] for label in unknown[:10])
         log.warning("%s: %d of the classes tested on have no training image: %s", name, len(unknown), shown_names)
 
@@ -255,7 +254,6 @@ def _sha256(splits: dict[str, Split]) -> str:
     digest = hashlib.sha256()
     for key, split in splits.items():
         for array in (split.images, split.labels):
-            array = np.ascontiguousarray(array)
             digest.update(f"{key} {array.dtype} {array.shape} ".encode())
             digest.update(array.data)
     return digest.hexdigest()

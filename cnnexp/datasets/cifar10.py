@@ -77,19 +77,15 @@ class Cifar10(Source):
             raise DataError(f"{shown(path)}: {error}; download it again (sha256 {self.sha256})") from error
 
     def _read_file(self, path: Path) -> Split:
-        try:
-            return self._split(read_regular(path, MOST_BYTES))
-        except (OSError, DataError) as error:
-            reason = reason_of(error) if isinstance(error, OSError) else error
-            raise DataError(f"{shown(path)}: {reason}") from error
+        with refused(DataError, shown(path)):
+            return self._split(read_regular(path, MOST_BYTES), shown(path))
 
     def _read_archive(self, path: Path) -> dict[str, Split]:
         """Read the six files in an archive; other members are passed over, wherever they claim to belong."""
         try:
             with open_regular(path, ARCHIVE_BYTES) as file:
                 if self.verify:
-                    sha256 = hashlib.file_digest(cast(Any, file), "sha256").hexdigest()
-                    if sha256 != self.sha256:
+                    if (sha256 := hashlib.file_digest(cast(Any, file), "sha256").hexdigest()) != self.sha256:
                         raise DataError(f"altered or truncated: it has sha256 {sha256}")
                     file.seek(0)
                 with tarfile.open(fileobj=file, mode="r:gz") as archive:
@@ -98,8 +94,7 @@ class Cifar10(Source):
             raise DataError(f"damaged, or no gzipped archive: {error}") from error
         except OSError as error:
             raise DataError(reason_of(error)) from error
-        missing = [name for name in (*TRAIN, TEST) if name not in files]
-        if missing:
+        if missing := [name for name in (*TRAIN, TEST) if name not in files]:
             raise DataError(f"lacks {', '.join(f'{FOLDER}/{name}' for name in missing)}")
         return files
 
@@ -111,16 +106,16 @@ class Cifar10(Source):
                 raise DataError(f"{name!r} in it has {member.size} bytes, more than the {MOST_BYTES} of a file")
             if member.name in wanted and member.isreg():
                 file = archive.extractfile(member)
-                try:
-                    yield wanted[member.name], self._split(file.read() if file else b"")
-                except DataError as error:
-                    raise DataError(f"{member.name} in it: {error}") from error
+                yield wanted[member.name], self._split(file.read() if file else b"", f"{member.name} in it")
 
-    def _split(self, content: bytes) -> Split:
+    def _split(self, content: bytes, where: str) -> Split:
         if not content or len(content) % RECORD:
-            raise DataError(f"truncated or altered: {len(content)} bytes are no whole number of records of {RECORD}")
+            size = len(content)
+            raise DataError(f"{where}: truncated or altered: {size} bytes are no whole number of records of {RECORD}")
         records = np.frombuffer(content, np.uint8).reshape(-1, RECORD)
-        if self.verify and len(records) != RECORDS:
-            raise DataError(f"holds {len(records)} images, the published one {RECORDS}; dataset.verify=false takes it")
+        if self.verify and (count := len(records)) != RECORDS:
+            raise DataError(
+                f"{where}: holds {count} images, the published one {RECORDS}; dataset.verify=false takes it"
+            )
         planes = records[:, 1:].reshape(-1, 3, SIDE, SIDE)
         return Split(np.ascontiguousarray(planes.transpose(0, 2, 3, 1)), records[:, 0].astype(np.int32))

@@ -28,21 +28,15 @@ class Digits(Source):
     seed: int = ranged(0, SEED)
 
     def load(self) -> Dataset:
-        table = _read()
+        try:
+            table = np.loadtxt(FILE, np.int64, delimiter=",")  # of each image 64 pixels, then its label
+        except (OSError, EOFError, ValueError, zlib.error) as error:
+            raise DataError(f"{shown(FILE)}: {error}; install cnnexp anew") from error
+        if table.shape != (1797, 65):
+            raise DataError(f"{shown(FILE)}: altered: holds {table.shape} numbers, not (1797, 65); install cnnexp anew")
         table = table[np.random.default_rng(self.seed).permutation(len(table))]
         whole = Split(enlarge(table[:, :64].reshape(-1, 8, 8)), table[:, 64])
         return self._dataset(whole[:TRAINING], whole[TRAINING:], tuple("0123456789"), "UCI, handwritten digits")
-
-
-def _read() -> np.ndarray:
-    """Return int64 (1797, 65): the 64 pixels of an image, then its label."""
-    try:
-        table = np.loadtxt(FILE, np.int64, delimiter=",")
-    except (OSError, EOFError, ValueError, zlib.error) as error:
-        raise DataError(f"{shown(FILE)}: {error}; install cnnexp anew") from error
-    if table.shape != (1797, 65):
-        raise DataError(f"{shown(FILE)}: altered: holds {table.shape} numbers, not (1797, 65); install cnnexp anew")
-    return table
 
 
 def enlarge(images: np.ndarray) -> np.ndarray:

@@ -39,12 +39,11 @@ class Images(Source):
 
     def load(self) -> Dataset:
         root = self._path("root")
-        folders = _folders(root)
-        if {"train", "test"} <= set(folders):
+        classes = _folders(root)
+        if {"train", "test"} <= set(classes):
             classes = _folders(root / "train")
             train, test = (_list(root / name, classes) for name in ("train", "test"))
         else:
-            classes = folders
             train, test = self._hold_out(_list(root, classes))
         rng = np.random.default_rng((self.seed, 1))
         train, test = ([files[i] for i in rng.permutation(len(files))] for files in (train, test))
@@ -143,8 +142,7 @@ def _folders(folder: Path) -> list[str]:
 
 def _list(folder: Path, classes: list[str]) -> list[Labeled]:
     """Return the pictures of all classes, sorted by class and name."""
-    unknown = sorted(set(_folders(folder)) - set(classes))
-    if unknown:
+    if unknown := sorted(set(_folders(folder)) - set(classes)):
         raise DataError(f"{shown(folder)}: class {unknown[0]!r} is not among the training classes {', '.join(classes)}")
     files = []
     for label, name in enumerate(classes):

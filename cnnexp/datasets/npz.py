@@ -59,8 +59,7 @@ class Npz(Source):
                 memory.need([memory.Part(f"the arrays of {where}", size, "the file's size")])
                 stream.seek(0)
                 with np.load(stream, allow_pickle=False) as file:
-                    missing = [name for name in ARRAYS if name not in file]
-                    if missing:
+                    if missing := [name for name in ARRAYS if name not in file]:
                         found = " ".join(", ".join(file.files).split())[:MOST_SAID] or "nothing"
                         raise DataError(f"{where}: holds no {missing[0]}, but {found}; needs {', '.join(ARRAYS)}")
                     return [_array(file, name) for name in ARRAYS]

@@ -301,9 +301,7 @@ def _linear(r: _Reader, x: Any, weight: Any, bias: Any = None, **at: Any) -> _Va
     r.need(plain, f"attributes {dict(at)}", "transA=0, alpha=1, beta=1")
     fits, why = weight.ndim == 2 and x.point.shape == weight.shape[:1], f"a weight of {weight.shape} on an input of "
     r.need(fits, f"{why}{x.point.shape}", "a flat input, and one row for each of it")
-    rows = weight if x.order is None else np.empty_like(weight)
-    if x.order is not None:
-        rows[x.order] = weight
+    rows = weight if x.order is None else weight[np.argsort(x.order)]
     biases = () if bias is None else (np.broadcast_to(r.constant(bias).reshape(-1), weight.shape[1:]),)
     return r.add(replace(x, order=None), net.Linear(weight.shape[1], bool(biases)), (rows, *biases))
 

@@ -70,21 +70,17 @@ def to_torch(trained: Trained, module: Module) -> Module:
     graph, keys = _trace(module, (*shape[-1:], *shape[:-1]))
     state: dict[str, Any] = module.state_dict()  # type: ignore[attr-defined]
     # read once more, with each weight's place among all of them for the weight: so it is known which came from where
-    ends = np.cumsum([0, *(state[key].numel() for key in keys.values())])
     flat = np.concatenate([state[key].detach().cpu().numpy().ravel() for key in keys.values()])
-    places = {
-        name: np.arange(start, start + state[key].numel()).reshape(state[key].shape)
-        for (name, key), start in zip(keys.items(), ends[:-1], strict=True)
-    }
+    parts = np.split(np.arange(len(flat)), np.cumsum([state[key].numel() for key in keys.values()])[:-1])
+    places = {name: part.reshape(state[key].shape) for (name, key), part in zip(keys.items(), parts, strict=True)}
     found = read(replace(graph, constants={**graph.constants, **places}), shape)
     if found.layers != trained.network.layers:
         raise NetworkError("to_torch: the module is of other layers than what was trained; give that of from_torch")
     for name, order in found.state(trained.network, 0, np.int64).items():
         if name in ("parameters", "running"):
             flat[order] = trained.state[name]
-    for key, start in zip(keys.values(), ends[:-1], strict=True):
-        array = flat[start : start + state[key].numel()].reshape(state[key].shape)
-        state[key].copy_(state[key].new_tensor(array))
+    for name, key in keys.items():
+        state[key].copy_(state[key].new_tensor(flat[places[name]]))
     return module
 
 

@@ -126,8 +126,7 @@ class CheckpointWriter:
         }
         arrays: dict[str, Any] = {f"state/{name}": np.asarray(array) for name, array in state.items()}
         archive = io.BytesIO()
-        arrays["meta"] = np.frombuffer(json.dumps(meta).encode(), np.uint8)
-        np.savez(archive, **arrays)
+        np.savez(archive, **arrays, meta=np.frombuffer(json.dumps(meta).encode(), np.uint8))
         body = archive.getvalue()
         return MAGIC + hashlib.sha256(body).hexdigest().encode() + b"\n" + body
 
@@ -180,8 +179,7 @@ def load(path: Path) -> Checkpoint:
     """
     with refused(CheckpointError, f"checkpoint {path}: cannot be read"):
         content = read_regular(path, MOST_BYTES)
-    damage = _damage(content)
-    if damage:
+    if damage := _damage(content):
         raise CheckpointError(f"checkpoint {path}: {damage}{_another(path)}")
     try:
         return _decode(content)
@@ -218,10 +216,8 @@ def find(where: Path, given: str | None = None) -> Path:
     try:
         if where.is_file():
             return where
-        for folder in (where, where / FOLDER):
-            found = list_checkpoints(folder)
-            if found:
-                return _newest_whole(found)
+        if found := list_checkpoints(where) or list_checkpoints(where / FOLDER):
+            return _newest_whole(found)
         reason = "holds no checkpoint (epoch-*.ckpt)" if where.is_dir() else "no such file or folder"
     except (OSError, ValueError) as error:  # a name that is too long, or holds a zero byte
         reason = getattr(error, "strerror", None) or str(error)
@@ -257,8 +253,7 @@ def _newest_whole(found: Sequence[Path]) -> Path:
     """Return the last of some checkpoint files that is whole; of one alone, that one. Raises as `find`."""
     damages: list[tuple[Path, str]] = []
     for path in reversed(found):
-        damage = _damage(_content(path))
-        if damage is None:
+        if (damage := _damage(_content(path))) is None:
             for damaged, what in damages:
                 log.warning("checkpoint %s: %s; %s is used", damaged, what, path.name)
             return path

@@ -32,11 +32,9 @@ class EarlyStopping(Observer):
         self._worse = 0 if loss < self._least else self._worse + 1
         self._least = min(self._least, loss)
         self._reached = self._reached or (self._target is not None and accuracy >= self._target)
-        images, self.reason = "validation" if result.validation else "test", ""
+        images, self.reason = f"the {'validation' if result.validation else 'test'} images", ""
         if self._reached:
-            self.reason = f"trainer.target={self._target:g} was reached on the {images} images"
+            self.reason = f"trainer.target={self._target:g} was reached on {images}"
         elif self._patience is not None and self._worse >= self._patience:
-            self.reason = (
-                f"early stopping, trainer.patience={self._patience}: the loss of the {images} images fell no more"
-            )
+            self.reason = f"early stopping, trainer.patience={self._patience}: the loss of {images} fell no more"
         return bool(self.reason)

@@ -43,12 +43,8 @@ class Schedule:
         """Return the rates (steps,), float64, of the steps of `epoch` (1 .. epochs), each epoch having `steps`."""
         factor, first = FACTORS[self.name][0], (epoch - 1) * steps
         rising = max(1, round(self.warmup * steps))
-        return np.array(
-            [
-                lr * factor(self, epoch - 1, epochs, step, epochs * steps) * min(1.0, (step + 1) / rising)
-                for step in range(first, first + steps)
-            ]
-        )
+        rates = [lr * factor(self, epoch - 1, epochs, step, epochs * steps) for step in range(first, first + steps)]
+        return np.array(rates) * np.minimum(1.0, np.arange(first + 1, first + steps + 1) / rising)
 
     def plain(self) -> dict[str, Any]:
         """Return what decides the rates, as plain values by name: no key that the schedule does not look at."""

@@ -195,9 +195,7 @@ def main() -> None:
         sys.stdout.flush()
         line = watch(server, size, token)
     if line is not None:
-        sys.stderr.write(f"cnnexp: error: {line}\n")
-        sys.stderr.flush()
-        sys.exit(1)
+        sys.exit(f"cnnexp: error: {line}")
 
 
 if __name__ == "__main__":

@@ -149,20 +149,15 @@ class LocalCollective:
             if rank != self.rank:
                 semaphore.release()
         for _ in range(self.size - 1):
-            self._wait(semaphores[self.rank])
+            if not any(semaphores[self.rank].acquire(0.0) for _ in range(SPINS)):
+                while not semaphores[self.rank].acquire(CHECK_S):
+                    self._check()
 
     def _next(self, halves: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the workers' slots and the result's, of the half whose turn it is."""
         half = halves[self._half]
         self._half = 1 - self._half
         return half[:-1, :count], half[-1, :count]
-
-    def _wait(self, semaphore: PipeSemaphore) -> None:
-        for _ in range(SPINS):
-            if semaphore.acquire(0.0):
-                return
-        while not semaphore.acquire(CHECK_S):
-            self._check()
 
 
 def _watch(shared: SharedBuffer, rank: int, timeout_s: float, ended: threading.Event) -> Callable[[int], bool]:
@@ -196,9 +191,14 @@ def compile_local(spec: Spec, count: int, timeout_s: float) -> ParallelProgram:
             if why := _failure(process, failure) or (SILENT.format(timeout_s) if stopped(rank) else None):
                 raise WorkerDied(f"worker {rank} of {count} (pid {process.pid}) {why}")
 
-    def release(orderly: bool) -> None:
+    def release(orderly: bool) -> None:  # waits for workers that are about to end, and kills the rest
         ended.set()
-        _stop(children, STOP_S if orderly else 0.0)
+        deadline = time.monotonic() + (STOP_S if orderly else 0.0)
+        for process, failure in children:
+            process.join(max(0.0, deadline - time.monotonic()))
+            process.kill()
+            process.join()
+            failure.close()
 
     try:
         try:
@@ -282,13 +282,3 @@ def _failure(process: SpawnProcess, failure: Connection) -> str | None:
         if failure.poll():
             return f"failed: {failure.recv()}"
     return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-
-
-def _stop(children: list[_Child], within_s: float) -> None:
-    """End the workers: wait for those that are about to, kill the rest."""
-    deadline = time.monotonic() + within_s
-    for process, failure in children:
-        process.join(max(0.0, deadline - time.monotonic()))
-        process.kill()
-        process.join()
-        failure.close()

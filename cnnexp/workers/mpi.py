@@ -74,16 +74,13 @@ class Session:
 
     def compile(self, spec: Spec) -> Replica:
         """Compile this rank's part; return once all have, raise CnnexpError where this rank or another could not."""
-        failure: CnnexpError | None = None
         try:
             backend = divide_threads(spec.backend, self.collective.host_size)
             replica = make_replica(spec._replace(backend=backend), self.collective)
-        except CnnexpError as error:
-            failure = error
-        failed = self.comm.allgather(failure is not None)
-        if failure is not None:
-            raise failure
-        if any(failed):
+        except CnnexpError:
+            self.comm.allgather(True)
+            raise
+        if any(failed := self.comm.allgather(False)):
             replica.close()
             raise WorkerDied(f"worker {failed.index(True)} of {self.comm.size} could not compile; see its message")
         return replica

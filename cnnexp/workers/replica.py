@@ -126,12 +126,8 @@ class Replica:
     def _train(self, split: Loaded, order: np.ndarray, rates: np.ndarray) -> Totals:
         totals = NOTHING
         for step, rate in enumerate(rates):
-            totals += self._step(split, order[step * self.batch_size : (step + 1) * self.batch_size], float(rate))
-        return totals
-
-    def _step(self, split: Loaded, batch: np.ndarray, rate: float) -> Totals:
-        totals = self._gradients(split, batch)
-        self._apply(rate)
+            totals += self._gradients(split, order[step * self.batch_size : (step + 1) * self.batch_size])
+            self._apply(float(rate))
         return totals
 
     def _apply(self, rate: float) -> None:
