@@ -44,20 +44,19 @@ class Inference:
 
 
 class Ours(Inference):
-    """`cpu-simd`: `load`, which looks for missing numbers, `predict`, and what `Classifier.predict` does after it."""
+    """`cpu-simd`: `load` and `probabilities`, as `Classifier.predict` calls them."""
 
     def __init__(self, case: Case, data: Data, threads: int) -> None:
         from cnnexp.backends.simd import CpuSimd
-        from cnnexp.tracking.model import softmax
 
         super().__init__(case, data)
         self._program = CpuSimd(threads).forward_only.compile(case.network, LOSS, case.optimizer, case.batch_size)
         self._program.restore(self.state)
-        self._labels, self._softmax = np.zeros(case.batch_size, np.int32), softmax
+        self._labels = np.zeros(case.batch_size, np.int32)
         self.compile_s, self.facts = self._program.compile_s, {"threads": threads, "numpy": np.__version__}
 
     def call(self, images: np.ndarray) -> np.ndarray:
-        return self._softmax(self._program.predict(self._program.load(images, self._labels)))
+        return self._program.probabilities(self._program.load(images, self._labels))
 
 
 class OnnxRuntime(Inference):

@@ -137,7 +137,7 @@ def _compare(program: Program[Any], reference: Program[Any]) -> Iterator[float]:
     network = program.network
     rng = np.random.default_rng(0)
     images = rng.standard_normal((IMAGES, *network.input_shape), np.float32)
-    classes = 2 if program.loss == Loss.BINARY_CROSS_ENTROPY else network.output_shape[0]
+    classes = 2 if program.loss.is_binary else network.output_shape[0]
     labels = rng.integers(0, classes, IMAGES)
     start = network.initial_state(0)
     pairs = [(made, made.load(images, labels)) for made in (program, reference)]
@@ -286,7 +286,7 @@ def check_descent(optimizer: Optimizer) -> None:
 
 def check_gradient(loss: Loss) -> None:
     """Raise NetworkError unless a loss's gradient is its rule's central differences, and NumPy's form is the rule."""
-    rng, outputs = np.random.default_rng(0), 1 if loss == Loss.BINARY_CROSS_ENTROPY else 3
+    rng, outputs = np.random.default_rng(0), 1 if loss.is_binary else 3
     rule = loss.rule(outputs, np.exp, np.log, np.log1p)
     for label in (0, 1, 1, 0):
         scores = rng.uniform(0.1, 0.9, outputs)

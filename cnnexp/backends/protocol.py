@@ -106,6 +106,10 @@ class Program(Protocol[Handle]):
     def predict(self, handle: Handle) -> np.ndarray:
         """Return the scores (N, O) of a whole split."""
 
+    def probabilities(self, handle: Handle) -> np.ndarray:
+        """Return the probability of each class, float32 (N, classes), of a whole split."""
+        return self.loss.probabilities(self.predict(handle))
+
     def state(self) -> State:
         """Return copies: `parameters` (flat float32), `step` (int64 scalar), and a flat array per optimizer slot.
 

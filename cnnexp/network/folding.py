@@ -33,9 +33,9 @@ class Folded:
     def parameters(self, state: Mapping[str, np.ndarray]) -> np.ndarray:
         """Return the flat float32 parameters, given `parameters` and `running` of a state of the whole network.
 
-        They are computed in float64. A NormStage's are scale and shift: its running averages count no more.
+        What is folded is computed in float64. A NormStage's are scale and shift: its running averages count no more.
         """
-        flat, found = state["parameters"].astype(np.float64), []
+        flat, found = state["parameters"], list[np.ndarray]()
         for stage, norms in self.sources:
             own = [parameter.view(flat) for parameter in stage.parameters]
             if isinstance(stage, NormStage):
@@ -45,8 +45,8 @@ class Folded:
                 scale = norm.weight.view(flat) / np.sqrt(variance + norm.layer.epsilon)
                 shift = own[1] if len(own) > 1 else 0.0
                 own = [own[0] * scale, (shift - mean) * scale + norm.bias.view(flat)]
-            found += [array.ravel() for array in own]
-        return np.concatenate(found).astype(np.float32)
+            found += [array.ravel().astype(np.float32, copy=False) for array in own]
+        return np.concatenate(found)
 
 
 def _fold(stages: Sequence[Stage], sources: list[tuple[Stage, list[NormStage]]]) -> tuple[Layer, ...]:

@@ -59,6 +59,18 @@ class Loss:
         if self.label_smoothing and self.name != "softmax_cross_entropy":
             raise NetworkError(f"label_smoothing={self.label_smoothing}: {self.name} has none; it must be 0")
 
+    @property
+    def is_binary(self) -> bool:
+        """Whether one score says which of two classes it is."""
+        return self.name == "binary_cross_entropy"
+
+    def probabilities(self, scores: np.ndarray) -> np.ndarray:
+        """Return the probability of each class, (N, classes), by the scores (N, O)."""
+        if self.is_binary:
+            return np.hstack([1 - scores, scores])
+        powers = np.exp(scores - np.maximum.reduce(scores, axis=1, keepdims=True))
+        return powers / np.add.reduce(powers, axis=1, keepdims=True)
+
     def rule(self, outputs: int, exp: Callable, log: Callable, log1p: Callable) -> Rule:
         """Return the loss of one image, in the form that a target compiles or runs; all numbers are float32.
 

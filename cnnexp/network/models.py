@@ -129,8 +129,7 @@ class Ffn(Model):
     def network(self, input_shape: Shape, classes: int) -> Network:
         flatten = (net.Flatten(),) if len(input_shape) > 1 else ()
         body = tuple(layer for width in self.hidden for layer in (net.Linear(width), ReLU()))
-        binary = self.loss == Loss.BINARY_CROSS_ENTROPY
-        head = (net.Linear(1), Sigmoid()) if binary else (net.Linear(classes),)
+        head = (net.Linear(1), Sigmoid()) if self.loss.is_binary else (net.Linear(classes),)
         return Network(input_shape, (*flatten, *body, *head))
 
 
@@ -226,15 +225,8 @@ class MobileNet(Model):
 MODELS: Registry[Model] = Registry(
     "model",
     {
-        "one_conv": OneConv,
-        "two_conv_mlp": TwoConvMlp,
-        "two_conv_pool4": TwoConvPool4,
-        "knm": Knm,
-        "ffn": Ffn,
-        "resnet": ResNet,
-        "mobilenet": MobileNet,
-        "custom": Custom,
-        "onnx": Onnx,
+        **{"one_conv": OneConv, "two_conv_mlp": TwoConvMlp, "two_conv_pool4": TwoConvPool4, "knm": Knm, "ffn": Ffn},
+        **{"resnet": ResNet, "mobilenet": MobileNet, "custom": Custom, "onnx": Onnx},
     },
 )
 

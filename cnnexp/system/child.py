@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 from cnnexp.system.registry import load_named
 
@@ -30,22 +31,30 @@ def call(place: str, question: bytes, limit_s: float) -> bytes:
         OSError: none can be started here.
     """
     path = os.pathsep.join(filter(None, [str(PACKAGE_ROOT), os.environ.get("PYTHONPATH")]))
-    try:
-        done = subprocess.run(
-            [sys.executable, "-P", "-c", f"from {__name__} import serve; serve()", place],
-            input=question,
-            capture_output=True,
-            timeout=limit_s,
-            check=False,
-            start_new_session=True,  # Ctrl-C is for the caller, who ends the child
-            env={**os.environ, "PYTHONPATH": path},
-        )
-    except subprocess.TimeoutExpired as error:
-        raise ChildDied(f"took more than {limit_s:g} s and was killed") from error
-    if done.returncode:
-        found = LAST_WORDS.search(done.stderr.decode(errors="replace"))
-        raise ChildDied(_ending(done.returncode) + (f" ({found[0]})" if found else ""))
-    return done.stdout
+    command, pipe = [sys.executable, "-P", "-c", f"from {__name__} import serve; serve()", place], subprocess.PIPE
+    started: dict[str, Any] = {"stdin": pipe, "stdout": pipe, "stderr": pipe, "env": {**os.environ, "PYTHONPATH": path}}
+    with subprocess.Popen(command, start_new_session=True, **started) as child:  # Ctrl-C is for the caller
+        _children.add(child)
+        try:
+            answer, told = child.communicate(question, limit_s)
+        except subprocess.TimeoutExpired as error:
+            raise ChildDied(f"took more than {limit_s:g} s and was killed") from error
+        finally:
+            child.kill()
+            _children.remove(child)
+    if child.returncode:
+        found = LAST_WORDS.search(told.decode(errors="replace"))
+        raise ChildDied(_ending(child.returncode) + (f" ({found[0]})" if found else ""))
+    return answer
+
+
+_children: set[subprocess.Popen] = set()
+
+
+def end_all() -> None:
+    """End the calls of all threads, which raise `ChildDied`."""
+    for child in list(_children):
+        child.kill()
 
 
 def serve() -> None:

@@ -23,11 +23,10 @@ from cnnexp.network.recorded import Recorded
 
 INPUT, OUTPUT = "images", "probabilities"
 OPSET, IR_VERSION = 17, 8  # of 2022; all that is used here is in them, and every runtime since reads them
-OPERATORS = {
+OPERATORS = {  # ONNX's, of `Recorded`
     **{"add": "Add", "sub": "Sub", "mul": "Mul", "div": "Div", "neg": "Neg"},
     **{"<": "Less", "<=": "LessOrEqual", ">": "Greater", ">=": "GreaterOrEqual"},
 }
-"""ONNX's operators of `Recorded`."""
 
 
 def build(network: net.Network, loss: Loss, state: State, pixels: str, classes: Sequence[str]) -> onnx.ModelProto:
@@ -43,19 +42,15 @@ def build(network: net.Network, loss: Loss, state: State, pixels: str, classes: 
     if len(network.input_shape) == 3:
         x = writer.add("Transpose", x, perm=(0, 3, 1, 2))
     scores = writer.stages(network.stages, x)
-    if loss == Loss.BINARY_CROSS_ENTROPY:
+    if loss.is_binary:
         other = writer.add("Sub", writer.constant(np.float32(1)), scores)
         writer.add("Concat", other, scores, name=OUTPUT, axis=1)
     else:
         writer.add("Softmax", scores, name=OUTPUT, axis=1)
     kind = helper.np_dtype_to_tensor_dtype(np.dtype(pixels))
-    graph = helper.make_graph(
-        writer.nodes,
-        "cnnexp",
-        [helper.make_tensor_value_info(INPUT, kind, ("N", *network.input_shape))],
-        [helper.make_tensor_value_info(OUTPUT, TensorProto.FLOAT, ("N", len(classes)))],
-        writer.tensors,
-    )
+    takes = helper.make_tensor_value_info(INPUT, kind, ("N", *network.input_shape))
+    gives = helper.make_tensor_value_info(OUTPUT, TensorProto.FLOAT, ("N", len(classes)))
+    graph = helper.make_graph(writer.nodes, "cnnexp", [takes], [gives], writer.tensors)
     opsets = [helper.make_opsetid("", OPSET)]
     model = helper.make_model(graph, producer_name="cnnexp", opset_imports=opsets, ir_version=IR_VERSION)
     helper.set_model_props(model, {"classes": json.dumps(list(classes))})

@@ -21,14 +21,13 @@ from cnnexp.datasets import photograph
 from cnnexp.datasets.images import decode_picture
 from cnnexp.errors import CheckpointError, CnnexpError, ConfigError, DataError
 from cnnexp.network import LAYERS, Shape, Stage
-from cnnexp.network.losses import Loss
 from cnnexp.optimizers import SGD
 from cnnexp.system.registry import VARIABLE
 from cnnexp.training import checkpoint
 from cnnexp.training.steps import PREFIX
 
 BACKEND = "numpy"  # it needs no compiler, so a few images are classified soonest
-BATCH_SIZE = 100
+BATCH_SIZE = 128
 SERVING = "_MLFLOW_IS_IN_SERVING_ENVIRONMENT"  # set by MLflow's server
 Images = np.ndarray | Sequence[Any] | str
 
@@ -50,7 +49,7 @@ class Classifier:
                 advice = f"add plugins={file}, or set {VARIABLE}={file}"
                 raise ConfigError(f"layer {name}: of a plugin that is not loaded; {advice}") from error
             raise
-        outputs = 2 if self.loss == Loss.BINARY_CROSS_ENTROPY else self.network.output_shape[0]
+        outputs = 2 if self.loss.is_binary else self.network.output_shape[0]
         self.input_shape: Shape = self.network.input_shape  # (H, W, C) of an image, or (D,) of a point
         self.classes: tuple[str, ...] = tuple(trained.about.get("classes", map(str, range(outputs))))
         self.pixels: str = trained.about.get("pixels", "uint8")  # of the images that it was trained on, or float32
@@ -107,8 +106,7 @@ class Classifier:
         else:
             raise DataError(f"images of type {images.dtype}: must be whole or floating-point numbers")
         handle = self._program.load(images, np.zeros(len(images), np.int32))
-        scores = self._program.predict(handle)
-        return np.hstack([1 - scores, scores]) if self.loss == Loss.BINARY_CROSS_ENTROPY else softmax(scores)
+        return self._program.probabilities(handle)
 
     def outputs(self, images: np.ndarray) -> list[tuple[Stage, np.ndarray]]:
         """Return each layer with its output (N, *output_shape), of `BATCH_SIZE` images at most; TypeError if fused."""
@@ -128,12 +126,6 @@ class Classifier:
         if not isinstance(images, np.ndarray) and self.pixels != "uint8" and array.dtype.kind in "iu":
             return array.astype(np.float32)  # JSON may write 1.0 as 1
         return array
-
-
-def softmax(scores: np.ndarray) -> np.ndarray:
-    """Return the probability of each class, (N, classes)."""
-    powers = np.exp(scores - np.maximum.reduce(scores, axis=1, keepdims=True))
-    return powers / np.add.reduce(powers, axis=1, keepdims=True)
 
 
 def _decode(text: str, place: int) -> np.ndarray:

@@ -131,7 +131,7 @@ def test_threads_end_with_the_program():
 
     others = set(threading.enumerate())
     program, handle = started(OnTarget(), make_case(TINY), SGD(), 8)
-    program.predict(handle)
+    program.train(handle, np.zeros(8, np.int64), 0.1)
     assert len(mine()) == 2
     del program
     gc.collect()

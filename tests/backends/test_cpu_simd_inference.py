@@ -1,7 +1,8 @@
 """Programs of `cpu-simd` that only predict: BatchNorm2d folded, threads that join a call once they wake."""
 
 import threading
-from types import SimpleNamespace
+from dataclasses import replace
+from queue import SimpleQueue
 
 import numpy as np
 import pytest
@@ -26,16 +27,23 @@ NORMED = Network((6, 6, 1), (Conv2d(9, 3, bias=False), BatchNorm2d(), ReLU(), Ba
 @pytest.mark.parametrize("name", often(NETWORKS, ("batch_norm_first", "residual_network", "dropouts")))
 def test_a_program_that_only_predicts_gives_the_oracles_scores(name):
     case = make_case(Network(*NETWORKS[name]), images=19)
-    program, handle = started(CpuSimd(1).forward_only, case, SGD(), 8)
-    assert type(program) is ForwardProgram
-    check_scores(program, handle, case)
+    for threads in (1, 3):
+        program = ForwardProgram(case.network, case.loss, SGD(), 8, replace(HOST, part_cycles=0), threads)
+        program.restore(case.state)
+        handle = program.load(case.images, case.labels)
+        check_scores(program, handle, case)
+        scores, few = program.predict(handle), program.load(case.images[:2], case.labels[:2])
+        for _ in range(20):  # a tile, of whose kernels each thread takes parts
+            np.testing.assert_array_equal(program.predict(few), scores[:2])
+        wanted = case.loss.probabilities(scores[:2])
+        np.testing.assert_allclose(program.probabilities(few), wanted, rtol=1e-5, atol=1e-7)
     assert set(program.state()) == {"step", *case.state}
     raises(TypeError, "predicts and does not train", program.train, handle, np.arange(4), 0.1)
 
 
 def test_batch_norm_costs_nothing_after_a_convolution():
     network = TIMED["vgg_norm"][1]
-    plan = Plan(Folded.of(network).network, programs.replace(HOST, forward_only=True), 1, 8)
+    plan = Plan(Folded.of(network).network, replace(HOST, forward_only=True), 1, 8)
     assert {layer for node in plan.nodes for layer in node.layers if "batchnorm" in layer} == set()
     assert [name for name, _ in plan.forward] == [row.kernel for row in plan.explain(1)]
     assert plan.backward == plan.gradients == plan.seams == []
@@ -59,7 +67,7 @@ def test_threads_and_calls_share_a_split(monkeypatch):
     """Many calls of three threads that each take a tile at a time give the bits of one."""
     case, found = make_case(NORMED, images=70), []
     images = (100 * np.abs(case.images)).astype(np.uint8)
-    monkeypatch.setattr(programs, "WAKING_CYCLES", 1)
+    monkeypatch.setattr(programs, "WAKING_CYCLES", 0)
     for threads, rows in ((1, 4096), (3, 4096), (3, 32)):
         monkeypatch.setattr(programs, "ROWS", rows)
         program = ForwardProgram(NORMED, case.loss, SGD(), 24, HOST, threads)
@@ -71,38 +79,16 @@ def test_threads_and_calls_share_a_split(monkeypatch):
         np.testing.assert_array_equal(scores, found[0])
 
 
-def test_who_is_inside_is_waited_for_and_who_comes_late_is_not_let_in():
-    helpers, gate, came, ended = Helpers(1), threading.Event(), [], []
-
-    def together(rank):
-        """Have the caller end once the helper is inside."""
-        if rank:
-            inside.set()
-            threading.Event().wait(0.05)
-            ended.append(rank)
-        else:
-            assert inside.wait(60)
-
-    inside = threading.Event()
-    helpers.run(together, 1)
-    assert ended == [1]
-    helpers._members[0][1].put(SimpleNamespace(join=lambda rank: gate.wait(60)))  # a turn that keeps it from the next
-    helpers.run(came.append, 1)
-    gate.set()
-    inside = threading.Event()
-    helpers.run(together, 1)
-    assert (came, ended) == ([0], [1, 1])
+def test_a_helper_does_its_task_whenever_it_is_woken():
+    done, again = SimpleQueue(), threading.Event()
+    helpers = Helpers([lambda: done.put(1), lambda: (again.wait(60), done.put(2))])
+    helpers.wake(2)
+    helpers.wake(2)  # while it is at it
+    helpers.wake(1)
+    assert done.get(timeout=60) == 1
+    again.set()
+    assert [done.get(timeout=60) for _ in range(2)] == [2, 2]
     helpers.close()
-
-
-def test_what_a_helper_raises_reaches_the_caller():
-    helpers, inside = Helpers(1), threading.Event()
-
-    def fail(rank):
-        if rank:
-            inside.set()
-            raise OSError("no more")
-        assert inside.wait(60)
-
-    raises(OSError, "no more", helpers.run, fail, 1)
+    helpers.wake(1)
+    assert done.get(timeout=60) == 1
     helpers.close()

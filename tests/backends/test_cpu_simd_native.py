@@ -41,7 +41,7 @@ for start in ("cold", "warm", "linked by LLVM"):
     assert start != "warm" or sys.argv[1] == "first" or "llvmlite.binding" not in sys.modules
 assert found[0] == found[1] == found[2]
 
-(kept,) = cache.cache_folder().iterdir()
+kept, _ = cache.cache_folder().iterdir()  # what trains, and what predicts
 made = native.MachineCode.of_bytes(cache.read_private(kept))
 native.Function(native.MachineCode(made.symbol, (*made.needs, "numba_unpickle"), made.object_file), [])
 assert "numba" in sys.modules, "what only Numba has it is asked for"

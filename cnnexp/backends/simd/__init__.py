@@ -90,6 +90,6 @@ class CpuSimd(ThreadedBackend):
         clocks = self.clocks and available(cache.host()[0])
         target = dataclasses.replace(host_target(), forced=forced, clocks=clocks)
         if self.predicts:
-            return ForwardProgram(network, loss, optimizer, batch_size, target, min(self.thread_count, batch_size))
+            return ForwardProgram(network, loss, optimizer, batch_size, target, self.thread_count)
         threads = paying_threads(network, batch_size, target, self.thread_count)
         return SimdProgram(network, loss, optimizer, batch_size, target, threads)

@@ -151,17 +151,17 @@ def runs(k: Emitter, *placed: Placed) -> Iterator[tuple[list[Pointer], ir.Value,
             yield [image.pixel(k, n, p, q) for image, n in images], first, channels
 
 
-def vectors_of(k: Emitter, *placed: Placed) -> Iterator[tuple[list[Pointer], int]]:
+def vectors_of(k: Emitter, *placed: Placed, parts: int = 1) -> Iterator[tuple[list[Pointer], int]]:
     """Run what follows for every vector of an image: its address in each tensor, and how many of its lanes count."""
     for starts, _, size in runs(k, *placed):
-        for v, valid in k.vectors(size * placed[0][0].lanes):
+        for v, valid in k.vectors(size * placed[0][0].lanes, parts):
             yield [start.at(v, k.lanes) for start in starts], valid
 
 
-def vectors(k: Emitter, *tensors: Tensor) -> Iterator[tuple[list[Pointer], int]]:
-    """As `vectors_of`, of every image."""
+def vectors(k: Emitter, *tensors: Tensor, parts: int = 1) -> Iterator[tuple[list[Pointer], int]]:
+    """As `vectors_of`, of every image; parts as for `Emitter.turns`."""
     with k.loop(k.groups(tensors[0].lanes)) as n:
-        yield from vectors_of(k, *((tensor, n) for tensor in tensors))
+        yield from vectors_of(k, *((tensor, n) for tensor in tensors), parts=parts)
 
 
 class Arena:

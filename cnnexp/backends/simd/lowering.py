@@ -72,9 +72,14 @@ class Plan:
         self.network = network
         self.target, self.share, self.owns = target, min(share, most), share <= most
         nodes = self.nodes = choose_nodes(network, target, self.share)
+        for node in nodes:
+            if node.in_parts and target.parts > 1:
+                cycles = works(node, node.input_layout or NC, target, self.share, False)["forward"].cycles
+                node.parts = target.parts if cycles * self.share > target.part_cycles else 1
         self._cuts = [i for i, node in enumerate(nodes) if node.seams(self)]
         whole = any(node.whole_vectors or (node.whole_backward and not target.forward_only) for node in nodes)
-        images = most if whole else max(self.share, target.lanes // FEWEST_IN_A_TILE)
+        few = target.lanes // FEWEST_IN_A_TILE if target.forward_only else 1
+        images = most if whole else max(self.share, few)
         self.arena, self.parameters = Arena(target.lanes, groups, images), Parameters(target.lanes)
         self.clocks, self._again = Clocks(target), dict[int, list[Node]]()
         self._allocate(network, nodes)
@@ -139,10 +144,11 @@ class Plan:
     ) -> list[tuple[str, Callable[..., None]]]:
         """Return the kernels of the nodes under their names, each charged to its part of the step."""
         return [
-            (f"{node.name}.{name}", Kernel(self._clocked(emit, node.part(self, what, name)), key))
+            (f"{node.name}.{name}", Kernel(self._clocked(emit, node.part(self, what, name)), key, parts))
             for node in nodes
             for name, emit in kernels_of(node)
             for key in [functools.partial(self._key, node, what, name)]
+            for parts in [node.parts if name == FORWARD else 1]
         ]
 
     def _made_before(self, what: str, step: int) -> Kernels:
@@ -204,9 +210,10 @@ class Plan:
 
     def _hands_on(self, nodes: list[Node], i: int) -> bool:
         """Whether a node's dy is that of the sum after it: the node leaves it as it is, who reads the sum rectifies."""
-        if not isinstance(nodes[i], BatchNormNode) or not isinstance(nodes[i + 1], Sum):
+        after = nodes[i + 1] if i + 1 < len(nodes) else None
+        if not isinstance(nodes[i], BatchNormNode) or not isinstance(after, Sum):
             return False
-        return not nodes[i + 1].rectify or (i + 2 < len(nodes) and nodes[i + 2].rectifies_dx)
+        return not after.rectify or (i + 2 < len(nodes) and nodes[i + 2].rectifies_dx)
 
     def _backward(self, i: int) -> int:
         """Return the step that is a node's backward pass."""

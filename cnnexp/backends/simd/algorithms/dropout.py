@@ -21,15 +21,15 @@ from cnnexp.backends.simd.layouts import NC, Blocked, Layout, Tensor, round_up, 
 from cnnexp.network import DropoutStage
 from cnnexp.network.noise import mix, threshold
 
-TRAINS, KEYS = 3, 4
-"""Where in a step's numbers it says whether anything is dropped, not 0, and where the layers' keys begin, 32 bits."""
+KEYS = 3
+"""Where in a step's numbers the layers' keys begin, 32 bits each."""
 
 
 class DropoutNode(Node[Tensor, Tensor]):
     """A Dropout; in `predict` it copies.
 
     Attributes:
-        rows: where in the arena the images' rows lie, 32-bit integers. drops: where the tile's `TRAINS` lies.
+        rows: where in the arena the images' rows lie, 32-bit integers.
         table: where mix(element) lies for every number of an image, in row, column, channel order.
     """
 
@@ -56,14 +56,13 @@ class DropoutNode(Node[Tensor, Tensor]):
     def prepare(self, plan: Layout) -> None:
         arena = plan.arena
         images = round_up(arena.images, arena.lanes)
-        self.rows, self.drops = arena.allocate(images), arena.allocate(1)
+        self.rows = arena.allocate(images)
         elements = np.arange(round_up(math.prod(self.shape), arena.lanes), dtype=np.int64)
         self.table = arena.constants(mix(elements).astype(np.uint32).view(np.float32))
 
     def draw(self, k: Emitter, number: int) -> None:
         """Make a tile's rows, of the `number`-th layer that draws. Buffers: a step's numbers, order int64, arena."""
         numbers, order, arena = k.buffers
-        k.builder.store(k.load_int(numbers + TRAINS), (arena + self.drops).value(INT))
         key = k.load_int(numbers + (KEYS + number))
         with k.loop(k.count) as n:
             image = k.builder.trunc(k.builder.load(order.at(n).value(INDEX)), INT)
@@ -71,12 +70,10 @@ class DropoutNode(Node[Tensor, Tensor]):
             k.builder.store(row, (arena + self.rows).at(n).value(INT))
 
     def emit_forward(self, k: Emitter, plan: Layout) -> None:
-        drops = k.builder.icmp_signed("!=", k.load_int(k.arena + self.drops), INT(0))
-        with k.builder.if_else(drops) as (masks, copies):
-            with masks:
-                self._mask(k, self.x, self.y)
-            with copies:
-                copy_gradient(k, None, self.x, self.y)
+        if plan.target.forward_only:
+            copy_gradient(k, None, self.x, self.y)
+        else:
+            self._mask(k, self.x, self.y)
 
     def emit_backward(self, k: Emitter, plan: Layout) -> None:
         self._mask(k, self.dy, self.needed_dx, self.x if self.input_rectified else None)

@@ -19,7 +19,7 @@ class ElementwiseNode(Node[Tensor, Tensor]):
     """An elementwise layer where nothing takes it in."""
 
     algorithm = "elementwise"
-    whole_vectors = False
+    whole_vectors, in_parts = False, True
 
     @classmethod
     def of(cls, sections: Sequence[Section], first: bool) -> ElementwiseNode | None:
@@ -38,7 +38,7 @@ class ElementwiseNode(Node[Tensor, Tensor]):
     def emit_forward(self, k: Emitter, plan: Layout) -> None:
         """y = rule(x)."""
         rule = emitted(self.layer.rule(MATHS))
-        for (x, y), valid in vectors(k, self.x, self.y):
+        for (x, y), valid in vectors(k, self.x, self.y, parts=self.parts):
             k.store_part(rule(k, k.load(x)), y, valid)
 
     def emit_backward(self, k: Emitter, plan: Layout) -> None:

@@ -102,6 +102,10 @@ class Node(Generic[X, Y]):
     """Whether it has taken in a ReLU."""
     whole_vectors: ClassVar[bool] = True
     """Whether its kernels go by vectors of images, and may write a whole one where a tile has fewer images."""
+    in_parts: ClassVar[bool] = False
+    """Whether threads may share its forward kernel."""
+    parts = 1
+    """How many parts that is cut into."""
     whole_backward: ClassVar[bool] = False
     """Whether those of its backward pass alone do."""
     keeps_x: bool = True

@@ -18,7 +18,12 @@ from cnnexp.backends.simd.compiler.emit import INDEX, Emit, Kernels, Target, cal
 
 
 def compose(
-    name: str, target: Target, kernels: Kernels, library: ir.Module | None = None, choices: Sequence[Kernels] = ()
+    name: str,
+    target: Target,
+    kernels: Kernels,
+    library: ir.Module | None = None,
+    choices: Sequence[Kernels] = (),
+    in_parts: bool = False,
 ) -> Callable[..., None]:
     """Return a function for `@njit` code that runs the kernels in order, each on the same arrays and a count of images.
 
@@ -27,17 +32,18 @@ def compose(
     Args:
         library: where the kernels are defined; None for where they are called, once for each compiled function.
         choices: lists of kernels, of which the one of a number given last runs afterwards.
+        in_parts: whether of those only a part runs, which is given last but one.
     """
 
     def emit(builder: ir.IRBuilder, given: list[ir.Value]) -> None:
-        same = given[:-1] if choices else given
+        same = given[: -1 - in_parts] if choices else given
         call_kernels(builder, name, target, kernels, same)
         end = builder.append_basic_block("end")
         switch = builder.switch(given[-1], end)
         for number, chosen in enumerate(choices):
             switch.add_case(number, block := builder.append_basic_block(f"choice{number}"))
             builder.position_at_end(block)
-            call_kernels(builder, name, target, chosen, same)
+            call_kernels(builder, name, target, chosen, same, given[-2] if in_parts else None)
             builder.branch(end)
         builder.position_at_end(end)
 
@@ -73,7 +79,7 @@ def emitted(result: types.Type, emit: Callable[..., ir.Value | None]) -> Callabl
             found = emit(builder, *values)
             return context.get_dummy_value() if result is types.void else found
 
-        kinds = [kind if isinstance(kind, types.Array) else types.int64 for kind in arguments]
+        kinds = [kind if isinstance(kind, types.Array | types.CPointer) else types.int64 for kind in arguments]
         return result(types.StarArgTuple.from_types(kinds)), codegen
 
     return run

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
@@ -39,6 +39,8 @@ class Target:
         forced: (layer, algorithm) where a layer is not to be computed by the one that costs least; see `planner`.
         clocks: whether kernels read the clock, for a profile: see `clocks`.
         forward_only: whether the kernels are to predict and never train.
+        parts: that a kernel is cut into where threads share a tile, in `predict` alone. part_cycles: that are worth it,
+            some 2 us.
     """
 
     lanes: int
@@ -49,6 +51,8 @@ class Target:
     forced: tuple[tuple[str, str], ...] = ()
     clocks: bool = False
     forward_only: bool = False
+    parts: int = 1
+    part_cycles: int = 8_000
 
     def has(self, intrinsic_name: str) -> bool:
         """Whether the CPU has the instruction of an intrinsic in `intrinsics.NEEDS`."""
@@ -74,6 +78,10 @@ def chunks_of(total: int, size: int) -> list[tuple[int, int, int]]:
     """Split `total` into chunks of `size` and one rest: (first, size of a chunk, number of chunks)."""
     whole, rest = divmod(total, size)
     return ([(0, size, whole)] if whole else []) + ([(whole * size, rest, 1)] if rest else [])
+
+
+Chunk = tuple[int, int, int]
+"""As `chunks_of` returns them."""
 
 
 class Offset(int):
@@ -135,7 +143,8 @@ class Emitter:
     Attributes:
         buffers: the arrays it works on; `parameters`, `gradients` and `arena` are the names of the first three in most
             kernels.
-        count: images in the tile, at run time. index: what `call` passes on, at run time.
+        count: images in the tile, at run time. index: what `call` passes on, or which part this is, at run time.
+        own: the arena of the thread, which is not that of the tile where threads share one.
         target: lanes and registers of the CPU. offsets: those in use so far.
         add, subtract, multiply, select: the builder's, of vectors as well as numbers.
     """
@@ -147,6 +156,7 @@ class Emitter:
         self.offsets, self._places = offsets, dict[tuple[str, Offset], ir.Value]()
         self.buffers = [Pointer(self, buffer) for buffer in buffers]
         self.parameters, self.gradients, self.arena = self.buffers[:3]
+        self.own = self.gradients if target.forward_only else self.arena
         self.vector = ir.VectorType(FLOAT, target.lanes)
         self.indices = ir.VectorType(INT, target.lanes)
         self.bytes = ir.VectorType(BYTE, target.lanes)
@@ -187,26 +197,48 @@ class Emitter:
         builder.branch(head).set_metadata("llvm.loop", self._as_it_is())
         builder.position_at_end(end)
 
-    def chunks(self, total: int, most: int) -> Iterator[tuple[ir.Value, int]]:
-        """Run what follows for every chunk of `chunks`: where it begins, and its size."""
-        for first, size, times in chunks(total, most):
-            with self.loop(times) as t:
+    def turns(self, chunks: list[Chunk], parts: int = 1) -> list[tuple[int, int, ir.Value | int, ir.Value | int]]:
+        """Return for each kind of chunk its first, its size, and where a `loop` over them stops and starts.
+
+        Args:
+            parts: of the kernel that share the chunks: this one has as many as the others, side by side.
+        """
+        if parts == 1:
+            return [(first, size, times, 0) for first, size, times in chunks]
+        total, before, found = sum(times for *_, times in chunks), 0, []
+        ends = [self.builder.udiv(self.scaled(self.index, total, more * total), INDEX(parts)) for more in (1, 0)]
+        for first, size, times in chunks:
+            stop, start = (self.builder.sub(self.least(end, INDEX(before + times)), INDEX(before)) for end in ends)
+            found.append((first, size, stop, self.largest(start, INDEX(0))))
+            before += times
+        return found
+
+    def chunks(self, total: int, most: int, parts: int = 1) -> Iterator[tuple[ir.Value, int]]:
+        """Run what follows for every chunk of `chunks`: where it begins, and its size. Parts as for `turns`."""
+        for first, size, *turns in self.turns(chunks(total, most), parts):
+            with self.loop(*turns) as t:
                 yield self.scaled(t, size, first), size
 
-    def tiles(self, down: tuple[int, int], across: tuple[int, int]) -> Iterator[tuple[ir.Value, int, ir.Value, int]]:
-        """Run what follows for every chunk of the first (total, most) with every one of the second: see `chunks`."""
-        for (u, height, times_u), (v, width, times_v) in itertools.product(chunks(*down), chunks(*across)):
-            with self.loop(times_u) as i, self.loop(times_v) as j:
+    def tiles(
+        self, down: tuple[int, int], across: tuple[int, int], parts: int = 1
+    ) -> Iterator[tuple[ir.Value, int, ir.Value, int]]:
+        """Run what follows for every chunk of the first (total, most), which parts share, with all of the second."""
+        for (u, height, *turns), (v, width, times) in itertools.product(
+            self.turns(chunks(*down), parts), chunks(*across)
+        ):
+            with self.loop(*turns) as i, self.loop(times) as j:
                 yield self.scaled(i, height, u), height, self.scaled(j, width, v), width
 
-    def vectors(self, count: int) -> Iterator[tuple[ir.Value, int]]:
+    def vectors(self, count: int, parts: int = 1) -> Iterator[tuple[ir.Value, int]]:
         """Run what follows for every vector of `count` elements: its number, and how many of its lanes count."""
         whole, rest = divmod(count, self.lanes)
+        (_, _, *turns), (_, _, *last) = self.turns([(0, self.lanes, whole), (whole, rest, 1)], parts)
         if whole:
-            with self.loop(whole) as v:
+            with self.loop(*turns) as v:
                 yield v, self.lanes
         if rest:
-            yield INDEX(whole), rest
+            with nullcontext() if parts == 1 else self.loop(*last):
+                yield INDEX(whole), rest
 
     def call(self, name: str, emit: Callable[[Emitter, ir.Value], None], index: ir.Value) -> None:
         """Call emit(k, index) as a function of its own, on the same buffers: registers are allocated by function."""
@@ -233,6 +265,9 @@ class Emitter:
     def least(self, a: ir.Value, b: ir.Value) -> ir.Value:
         """Return the smaller of two indices."""
         return self.builder.select(self.builder.icmp_signed("<", a, b), a, b)
+
+    def largest(self, a: ir.Value, b: ir.Value) -> ir.Value:
+        return self.builder.select(self.builder.icmp_signed("<", a, b), b, a)
 
     def blocks(self, size: int) -> Iterator[tuple[ir.Value, ir.Value]]:
         """Run what follows for every `size` images: the first, and the one past the last."""
@@ -291,13 +326,13 @@ class Emitter:
         with self.loop(vectors) as i:
             self.store(self.zero(), pointer.at(i, self.lanes))
 
-    def load_part(self, pointer: Pointer, count: int) -> ir.Value:
-        """Load a vector of which the first `count` lanes count; the others are 0."""
+    def load_part(self, pointer: Pointer, count: int, others: ir.Value | None = None) -> ir.Value:
+        """Load a vector of which the first `count` lanes count; the others are 0, or those given."""
         value = self.load(pointer)
         if count == self.lanes:
             return value
         inside = ir.Constant(ir.VectorType(BIT, self.lanes), [BIT(i < count) for i in range(self.lanes)])
-        return self.select(inside, value, self.zero())
+        return self.select(inside, value, others or self.zero())
 
     def prefetch(self, pointer: Pointer, written: bool = False) -> None:
         """Have a cache line brought near that is soon read, or written, and that the CPU does not foresee."""
@@ -412,11 +447,14 @@ class Emitter:
         return self.builder.icmp_signed("==", a, self.integers(number))
 
     def sum_lanes(self, x: ir.Value) -> ir.Value:
-        """Return the sum of the lanes, added in halves."""
+        return self.fold(self.add, x)
+
+    def fold(self, join: Callable[..., ir.Value], x: ir.Value) -> ir.Value:
+        """Return the lanes joined to one, in halves."""
         width = self.lanes
         while width > 1:
             width //= 2
-            x = self.add(*[self.shuffle(x, x, range(first, first + width)) for first in (0, width)])
+            x = join(*[self.shuffle(x, x, range(first, first + width)) for first in (0, width)])
         return self.builder.extract_element(x, INT(0))
 
     def add_to(self, pointer: Pointer, scalar: ir.Value) -> None:
@@ -503,17 +541,27 @@ class Kernel:
     Attributes:
         key: returns what its code follows from, empty where that is unknown, and the offsets that it may use, in the
             order in which the key counts them.
+        parts: that it is cut into, one after the other where nobody says which.
     """
 
-    def __init__(self, emit: Callable[..., None], key: Callable[[], tuple[bytes, list[Offset]]]) -> None:
-        self._emit, self.key = emit, key
+    def __init__(
+        self, emit: Callable[..., None], key: Callable[[], tuple[bytes, list[Offset]]], parts: int = 1
+    ) -> None:
+        self._emit, self.key, self.parts = emit, key, parts
 
     def __call__(self, k: Emitter, **options: object) -> None:
         self._emit(k, **options)
 
 
-def call_kernels(builder: ir.IRBuilder, name: str, target: Target, kernels: Kernels, like: list[ir.Value]) -> None:
-    """Define the kernels and call them in order, on `like`: buffers, and the count of images."""
+def call_kernels(
+    builder: ir.IRBuilder,
+    name: str,
+    target: Target,
+    kernels: Kernels,
+    like: list[ir.Value],
+    part: ir.Value | None = None,
+) -> None:
+    """Define the kernels and call them in order, on `like`: buffers, and the count of images; whole, or a part each."""
     known = _known.setdefault(builder.module, {})
     for kernel_name, emit in kernels:
         key, own = emit.key() if isinstance(emit, Kernel) else (b"", [])
@@ -528,7 +576,9 @@ def call_kernels(builder: ir.IRBuilder, name: str, target: Target, kernels: Kern
                 known[key] = function, [numbered[id(at)] for at in used]
         content = ir.Constant(ir.ArrayType(INDEX, len(used)), [INDEX(int(at)) for at in used])
         table = _constant(builder.module, builder.module.get_unique_name("offsets"), content)
-        builder.call(function, [*like, INDEX(0), table.gep([INDEX(0), INDEX(0)])])
+        whole = [INDEX(n) for n in range(emit.parts)] if isinstance(emit, Kernel) else [INDEX(0)]
+        for index in whole if part is None else [part]:
+            builder.call(function, [*like, index, table.gep([INDEX(0), INDEX(0)])])
 
 
 def _constant(module: ir.Module, name: str, content: ir.Constant) -> ir.GlobalVariable:

@@ -6,8 +6,8 @@ from typing import Annotated, NamedTuple, get_type_hints
 
 import numpy as np
 
-PREDICT, GRADIENTS, APPLY, TRAIN = 0, 1, 2, 3
-"""What it does: forward only; forward and backward; the optimizer alone; training steps."""
+GRADIENTS, APPLY, TRAIN = range(3)
+"""What it does: forward and backward; the optimizer alone; training steps."""
 
 LINE = 8
 """Numbers of 8 bytes per cache line: what a thread writes has lines of its own."""
@@ -40,16 +40,15 @@ class Call(NamedTuple):
     """What one thread gets, in order; what is no array is an int64.
 
     Attributes:
-        rank: of this thread. threads: how many there are. mode: see `PREDICT`, ...
+        rank: of this thread. threads: how many there are. mode: see `GRADIENTS`, ...
         bytes_, floats: the images, flat, one of the two empty. nan_mask: (N,), NaN where an image has one.
         labels: (N,). order: the images to run. batch: images per step.
         parameters: (size,). running: the running averages, with room for a vector past them. slots: (2, size).
         gradients: (shares, size), zero before and after a step.
         arenas: (shares, ...), or (tiles of a share * shares, ...) where the step has seams.
-        scores: (len(order), O), filled by `PREDICT`.
         totals: (shares, LINE), added to: losses and hits. flags: (shares * LINE,), for the barrier.
         counts: (shares, at least 2 + arenas), room for what `owned_updates` and seams know of shares and images.
-        numbers: (steps, 4 + dropouts), by step: the learning rate, the optimizer's two constants, and what
+        numbers: (steps, 3 + dropouts), by step: the learning rate, the optimizer's two constants, and what
             `DropoutNode.draw` takes.
     """
 
@@ -67,7 +66,6 @@ class Call(NamedTuple):
     slots: Buffers
     gradients: Buffers
     arenas: Buffers
-    scores: Buffers
     totals: Sums
     flags: Flags
     counts: Counts
@@ -78,18 +76,25 @@ class Forward(NamedTuple):
     """What one thread gets of a program that only predicts; names as in `Call`.
 
     Attributes:
-        total: images; 0 for what its kernels need once, after other parameters.
-        taken: (1,), those that some thread has begun: each takes a tile at a time. arena: its own.
+        job: what all threads do; see `COUNT` and those after it. order: 0, 1, ...
     """
 
-    total: int
-    taken: Flags
-    bytes_: Bytes
-    floats: Floats
+    rank: int
+    job: Flags
     order: Indices
     parameters: Buffer
-    arena: Buffer
-    scores: Buffers
+    arenas: Buffers
+
+
+COUNT, IMAGES, ARE_BYTES, SCORES, PROBABILITIES, SPINS = range(6)
+"""Of a job: how many images, where they lie, whether they are bytes, where the scores go, whether probabilities are
+asked for, and how many turns a thread waits for the next job. 0 images are what kernels need after other parameters.
+"""
+
+TICKETS, DONE, HERE = LINE, 2 * LINE, 3 * LINE
+"""Of a job: the next part of what is done at the moment, how many of its parts are done, and from `HERE` on by rank
+whether a thread is there: who wakes it says yes, itself no when it leaves.
+"""
 
 
 def arguments(call: type[Call | Forward]) -> dict[str, Array | None]:

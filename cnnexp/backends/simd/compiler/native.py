@@ -7,9 +7,8 @@ on x86-64 Linux not LLVM either: see `link`.
 from __future__ import annotations
 
 import ctypes
-import itertools
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -93,13 +92,11 @@ class Function:
     def __init__(self, made: MachineCode, arguments: Sequence[Array | None]) -> None:
         self._arguments = arguments
         address = link(made.object_file, made.symbol) or _link_by_llvm(made)
-        ends = list(itertools.accumulate(map(_count, arguments), initial=2))
-        self.places = [slice(*ends_of) for ends_of in itertools.pairwise(ends)]
         self._returned = (ctypes.c_int64 * 2)()
         self._call = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p)(address)
 
     def pack(self, *given: int | np.ndarray) -> Packed:
-        """Return the arguments as `run` takes them, each at its place of `places`.
+        """Return the arguments as `run` takes them.
 
         Raises:
             TypeError: an array is not what `arguments` says.
@@ -110,20 +107,17 @@ class Function:
             if wanted is None:
                 flat.append(int(value))
             elif isinstance(value, np.ndarray):
-                flat += fields(value, wanted)
+                flat += _fields(value, wanted)
             else:
                 raise TypeError(f"{value!r} given for {wanted}")
         return (ctypes.c_int64 * len(flat))(*flat)
 
-    def run(self, packed: Packed, changed: Iterable[tuple[slice, Sequence[int]]] = ()) -> None:
-        """Call it, with other numbers at some places than are packed.
+    def run(self, packed: Packed) -> None:
+        """Call it.
 
         Raises:
             RuntimeError: the function raised, which none of ours means to.
         """
-        packed = type(packed).from_buffer_copy(packed)
-        for place, numbers in changed:
-            packed[place] = [*numbers]
         if status := self._call(packed):
             raise RuntimeError(f"compiled code ended with status {status}")
 
@@ -170,19 +164,22 @@ def _link_by_llvm(made: MachineCode) -> int:
 
 
 def _count(argument: Array | None) -> int:
-    """Return how many integers an argument is: an array as `fields`."""
+    """Return how many integers an argument is: an array as `_fields`."""
     return 1 if argument is None else 5 + 2 * argument.dimensions
 
 
-def fields(array: np.ndarray, wanted: Array) -> tuple[int, ...]:
+def _fields(array: np.ndarray, wanted: Array) -> tuple[int, ...]:
     """Return an array as Numba passes it: (owner, Python object, elements, bytes of one, address, shape, strides)."""
     fits = array.dtype == wanted.kind and array.ndim == wanted.dimensions and array.flags.c_contiguous
     if not fits or (wanted.written and not array.flags.writeable):
         raise TypeError(f"array {array.shape} of {array.dtype}, {array.flags.c_contiguous=} given for {wanted}")
-    # `array.ctypes.data` takes four times as long as the address of what shares the memory
-    has_buffer = array.flags.writeable and array.size
-    address = ctypes.addressof(BYTE(array.data)) if has_buffer else array.ctypes.data
-    return (0, 0, array.size, array.itemsize, address, *array.shape, *array.strides)
+    return (0, 0, array.size, array.itemsize, address_of(array), *array.shape, *array.strides)
+
+
+def address_of(array: np.ndarray) -> int:
+    """Return where an array's memory is: `array.ctypes.data` takes four times as long."""
+    flags = array.flags
+    return ctypes.addressof(BYTE(array.data)) if flags.writeable and array.size else array.ctypes.data
 
 
 def _engine() -> llvm.ExecutionEngine:

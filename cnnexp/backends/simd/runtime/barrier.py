@@ -30,25 +30,39 @@ def _emit_pause(builder: ir.IRBuilder) -> None:
         call(builder, target.features, PAUSE, ir.VoidType(), [])
 
 
-_pause = emitted(types.void, _emit_pause)
+pause = emitted(types.void, _emit_pause)
 """Tell the core that this is a waiting loop, so that another thread of the same core runs faster."""
 
-_store_release = emitted(
+store_release = emitted(
     types.void,
     lambda builder, flags, index, value: builder.store_atomic(value, builder.gep(flags, [index]), "release", 8),
 )
 """(flags, index, value): flags[index] = value, after all that this thread wrote before."""
 
-_load_acquire = emitted(
+load_acquire = emitted(
     int64, lambda builder, flags, index: builder.load_atomic(builder.gep(flags, [index]), "acquire", 8)
 )
 """(flags, index): flags[index], before all that this thread reads after."""
 
-fetch_add = emitted(int64, lambda builder, numbers, more: builder.atomic_rmw("add", numbers, more, "monotonic"))
-"""(numbers, more): numbers[0], to which it adds as one operation that no other thread gets between."""
+fetch_add = emitted(
+    int64, lambda builder, flags, index, more: builder.atomic_rmw("add", builder.gep(flags, [index]), more, "acq_rel")
+)
+"""(flags, index, more): flags[index], to which it adds as one operation that no other thread gets between."""
 
 _sleep = types.ExternalFunction("Sleep" if os.name == "nt" else "usleep", int32(uint32))
 """Give the core away for `SLEEP`."""
+
+
+@njit(nogil=True)
+def wait_for(flags: np.ndarray, index: int, value: int) -> None:
+    """Wait until flags[index] is at least so much."""
+    spins = 0
+    while load_acquire(flags, index) < value:
+        spins += 1
+        if spins < SPINS:
+            pause()
+        else:
+            _sleep(SLEEP)
 
 
 @njit(nogil=True)
@@ -57,12 +71,6 @@ def wait(flags: np.ndarray, rank: int, threads: int) -> None:
     if threads == 1:
         return
     turn = flags[rank * LINE] + 1
-    _store_release(flags, rank * LINE, turn)
+    store_release(flags, rank * LINE, turn)
     for other in range(threads):
-        spins = 0
-        while _load_acquire(flags, other * LINE) < turn:
-            spins += 1
-            if spins < SPINS:
-                _pause()
-            else:
-                _sleep(SLEEP)
+        wait_for(flags, other * LINE, turn)

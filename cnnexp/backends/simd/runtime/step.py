@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 import numpy as np
 from llvmlite import ir
-from numba import int64, njit, types
+from numba import int64, types
 from numba.core import cgutils
 from numba.core.dispatcher import Dispatcher
 from numba.core.registry import cpu_target
@@ -24,13 +24,14 @@ from numba.np.numpy_support import from_dtype
 from cnnexp.backends.cache import host
 from cnnexp.backends.simd.algorithms import update
 from cnnexp.backends.simd.compiler.compose import compose, emitted
-from cnnexp.backends.simd.compiler.entry import APPLY, GRADIENTS, PREDICT, TRAIN, Call, Forward, arguments
+from cnnexp.backends.simd.compiler.entry import APPLY, GRADIENTS, TRAIN, Call, Forward, arguments
 from cnnexp.backends.simd.compiler.host import host_target
 from cnnexp.backends.simd.compiler.intrinsics import LOAD_CONTROL, STORE_CONTROL, call
 from cnnexp.backends.simd.compiler.native import MachineCode, add_packed
 from cnnexp.backends.simd.layouts import NC
 from cnnexp.backends.simd.lowering import Plan
-from cnnexp.backends.simd.runtime.barrier import fetch_add, wait
+from cnnexp.backends.simd.runtime.barrier import wait
+from cnnexp.backends.simd.runtime.forward import compiler, make_forward
 from cnnexp.backends.simd.runtime.seams import clocking, make_batch
 from cnnexp.network.losses import Loss
 from cnnexp.optimizers import Optimizer
@@ -62,7 +63,7 @@ def make_work(plan: Plan, loss: Loss, optimizer: Optimizer, key: str, library: i
     Args:
         key: what distinguishes its machine code from that of other programs. library: of the kernels, see `compose`.
     """
-    compiled = _compiler(key)
+    compiled = compiler(key)
     run_batch = _make_batch(plan, loss, compiled, library)
     update_share = _make_update(plan, optimizer, compiled, library)
     target, added, owned = plan.target, plan.parameters.added, plan.parameters.owned
@@ -104,7 +105,7 @@ def _make_gather(plan: Plan, compiled: Callable, library: ir.Module) -> Callable
     gather_bytes = compose("gather_uint8", plan.target, plan.gather["uint8"], library)
     gather_floats = compose("gather_float32", plan.target, plan.gather["float32"], library)
 
-    def gather(call: Call | Forward, tile: np.ndarray, arena: np.ndarray) -> None:
+    def gather(call: Call, tile: np.ndarray, arena: np.ndarray) -> None:
         if len(call.bytes_):
             gather_bytes(call.bytes_, tile, arena, len(tile))
         else:
@@ -123,7 +124,6 @@ def _make_batch(plan: Plan, loss: Loss, compiled: Callable, library: ir.Module) 
     owned_gradients = compose("owned_gradients", target, plan.gradients, library)
     charge_gather, charge_loss = (clocking(plan, name) for name in ("gather", "loss"))
     tile_loss = _tile_loss(loss, plan.scores, plan.d_scores, compiled)
-    copy_scores = _copy_scores(plan.scores, compiled)
 
     def begin(call: Call, arena: np.ndarray, step: int, tile: np.ndarray) -> None:
         draw(call.numbers[step], tile, arena, len(tile))
@@ -143,9 +143,6 @@ def _make_batch(plan: Plan, loss: Loss, compiled: Callable, library: ir.Module) 
         arena, gradient, tile = call.arenas[share], call.gradients[share], call.order[at:end]
         begin(call, arena, step, tile)
         forward(call.parameters, gradient, arena, len(tile))
-        if call.mode == PREDICT:
-            copy_scores(arena, call.scores[at:end])
-            return
         finish(call, arena, share, tile, batch)
         backward(call.parameters, gradient, arena, len(tile))
         if call.mode == GRADIENTS:
@@ -163,41 +160,6 @@ def _make_batch(plan: Plan, loss: Loss, compiled: Callable, library: ir.Module) 
                 run_tile(call, share, step, at, min(at + images, end), here)
 
     return compiled(run_batch, inline="always")
-
-
-def _copy_scores(scores: NC, compiled: Callable) -> Callable:
-    """Return what copies a tile's scores out of its arena."""
-    outputs, stride, scores_at = scores.size, scores.stride, int(scores.offset)
-
-    @compiled
-    def copy_scores(arena: np.ndarray, scores: np.ndarray) -> None:
-        for n in range(len(scores)):
-            for o in range(outputs):
-                scores[n, o] = arena[scores_at + n * stride + o]
-
-    return copy_scores
-
-
-def make_forward(plan: Plan, key: str, library: ir.Module) -> Dispatcher:
-    """Return `forward`, a dispatcher as `make_work`'s: what one thread does of a program that only predicts."""
-    compiled, images = _compiler(key), plan.arena.images
-    gather, copy_scores = _make_gather(plan, compiled, library), _copy_scores(plan.scores, compiled)
-    run, setup = (compose(name, plan.target, getattr(plan, name), library) for name in ("forward", "setup"))
-
-    def forward(call: Forward) -> None:
-        if call.total == 0:
-            setup(call.parameters, call.parameters, call.arena, 0)
-        while True:
-            at = fetch_add(call.taken, images)
-            if at >= call.total:
-                break
-            end = min(at + images, call.total)
-            tile = call.order[at:end]
-            gather(call, tile, call.arena)
-            run(call.parameters, call.parameters, call.arena, len(tile))
-            copy_scores(call.arena, call.scores[at:end])
-
-    return compiled(forward)
 
 
 def _make_update(plan: Plan, optimizer: Optimizer, compiled: Callable, library: ir.Module) -> Callable:
@@ -258,21 +220,6 @@ def _signature(call: type[Call | Forward]) -> types.Type:
         for a in arguments(call).values()
     ]
     return types.void(types.NamedTuple(kinds, call))
-
-
-def _compiler(key: str) -> Callable:
-    """Return a decorator: Numba's, for functions whose machine code bears the key in its name.
-
-    None gets the wrapper with which Python can call it, a fifth of the time to compile, and none counts who holds an
-    array: that is what machine code would need Numba's runtime for.
-    """
-    options = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True, "_nrt": False}
-
-    def compiled(function: Callable, inline: str = "never") -> Callable:
-        function.__qualname__ = f"{function.__name__}_{key}"
-        return njit(nogil=True, error_model="numpy", inline=inline, **options)(function)
-
-    return compiled
 
 
 def _tile_loss(loss: Loss, scores: NC, d_scores: NC, compiled: Callable) -> Callable:

@@ -59,57 +59,30 @@ class ThreadPool:
 
 
 class Helpers:
-    """Threads that join the caller in a task once they wake; who comes when the caller has ended is not waited for.
+    """Threads that each do a task of their own when they are woken: what it is about they share with who wakes them.
 
-    The caller begins at once: to wake a thread takes longer than a short task. What a thread does of a task must leave
-    the next one alone that an interrupted caller begins.
+    They start when the first one is woken. Nobody waits for them.
+
+    Args:
+        tasks: of rank 1 and above.
     """
 
-    def __init__(self, helpers: int) -> None:
-        self._helpers, self._members, self._cores = helpers, list[Member](), Cores()
+    def __init__(self, tasks: Sequence[Callable[[], object]]) -> None:
+        self._tasks, self._members, self._cores = tasks, list[Member](), Cores()
 
-    def run(self, task: Task, helpers: int) -> None:
-        """Call task(0) here and task(rank) on so many helpers, those that come in time; what one raises goes on."""
-        if not helpers:
-            task(0)
-            return
+    def wake(self, rank: int) -> None:
+        """Have a thread do its task, once more if it is at it."""
         if not self._members:
-            self._members = [_start(rank, _help, self._cores) for rank in range(1, self._helpers + 1)]
-        turn = _Turn(task)
-        _wake(self._members[:helpers], self._cores, turn)
-        try:
-            task(0)
-        finally:
-            failures = turn.end()
-        if failures:
-            raise failures[0]
+            self._members = [_start(i, _help, self._cores, task) for i, task in enumerate(self._tasks, 1)]
+        thread, inbox = self._members[rank - 1]
+        self._cores.place(rank, thread)
+        inbox.put(True)
 
     def close(self) -> None:
-        """End the threads. Idempotent; a later `run` starts new ones."""
+        """End the threads. Idempotent; a later `wake` starts new ones."""
         members, self._members = self._members, []
         for _, inbox in members:
             inbox.put(None)
-
-
-class _Turn:
-    """A task with those who are inside."""
-
-    def __init__(self, task: Task) -> None:
-        self._task, self._open, self._inside = task, True, 0
-        self._lock, self._left = threading.Lock(), SimpleQueue[BaseException | None]()
-
-    def join(self, rank: int) -> None:
-        with self._lock:
-            if not self._open:
-                return
-            self._inside += 1
-        self._left.put(_attempt(self._task, rank))
-
-    def end(self) -> list[BaseException]:
-        """Let nobody else in, wait for those inside, and return what they raised."""
-        with self._lock:
-            self._open = False
-        return [failure for _ in range(self._inside) if (failure := self._left.get()) is not None]
 
 
 def _start(rank: int, work: Callable[..., None], *more: object) -> Member:
@@ -126,11 +99,10 @@ def _wake(members: Sequence[Member], cores: Cores, task: object) -> None:
         inbox.put(task)
 
 
-def _help(rank: int, inbox: SimpleQueue, cores: Cores) -> None:
-    while (turn := inbox.get()) is not None:
+def _help(rank: int, inbox: SimpleQueue, cores: Cores, task: Callable[[], object]) -> None:
+    while inbox.get():
         cores.take(rank)
-        turn.join(rank)
-        del turn
+        task()
 
 
 def _lead(tasks: SimpleQueue, threads: int) -> None:

@@ -47,7 +47,7 @@ class Channels(ConvolutionNode[NHWC]):
     """Channels in lanes."""
 
     input_layout = output_layout = NHWC
-    whole_vectors = False
+    whole_vectors, in_parts = False, True
     algorithm = "channels"
     holds = "channels"
 
@@ -115,6 +115,7 @@ class Channels(ConvolutionNode[NHWC]):
         self.sum = Sum(
             (layer.kernel, layer.kernel), counts, panels,
             x=self.x, stride=layer.stride, y=self.y, rectify=self.rectify, windows=self.windows,
+            parts=self.parts,
         )  # fmt: skip
 
     def emit_forward(self, k: Emitter, plan: Layout) -> None:
@@ -175,7 +176,7 @@ class Sum(Geometry[NHWC]):
 
     Attributes:
         kernel: (rows, columns) of taps. counts: (U, V), how many pixels of y are written. first, step: which.
-        panels: of the weights (rows * columns * C, F).
+        panels: of the weights (rows * columns * C, F). parts: that share the rows of pixels, see `Emitter.turns`.
     """
 
     kernel: tuple[int, int]
@@ -183,6 +184,7 @@ class Sum(Geometry[NHWC]):
     panels: Panels
     first: tuple[int, int] = (0, 0)
     step: int = 1
+    parts: int = 1
 
 
 def panel_width(counts: tuple[int, int], pixels: int, filters: int, target: Target) -> int:
@@ -201,7 +203,7 @@ def conv2d(k: Emitter, conv: Sum, weights: Pointer, bias: Pointer | None) -> Non
         # an image, a panel of filters, a tile of cells
         source = conv.corner(k, n)
         for panel in panels.each(k):
-            for u, height, v, width in k.tiles((conv.counts[0], rows), (conv.counts[1], columns)):
+            for u, height, v, width in k.tiles((conv.counts[0], rows), (conv.counts[1], columns), conv.parts):
                 # the rows of the kernel that some window of the tile has in the image
                 reach = ((height - 1) * cell + size - 1) * conv.stride
                 low, high = rows_inside(k, x, taps, u, on, reach)

@@ -40,7 +40,7 @@ class Depthwise(ConvolutionNode[NHWC]):
     """Conv2d [+ ReLU] with as many groups as channels and filters."""
 
     input_layout = output_layout = NHWC
-    whole_vectors = False
+    whole_vectors, in_parts = False, True
     algorithm = "depthwise"
     holds = "channels"
     any_taps = True
@@ -74,7 +74,7 @@ class Depthwise(ConvolutionNode[NHWC]):
             return k.finish(value, None if bias is None else k.load(bias.at(channel)), self.rectify)
 
         phases = forward(self.stage, 0), forward(self.stage, 1)
-        add_taps(k, (self.x, self.y), phases, self._tap(weights), finish)
+        add_taps(k, (self.x, self.y), phases, self._tap(weights), finish, self.parts)
 
     def _tap(self, weights: Pointer) -> Tap:
         return lambda i, j: weights + (i * self.stage.layer.kernel + j) * self.row
@@ -135,15 +135,17 @@ Finish = Callable[[ir.Value, ir.Value, Place], ir.Value]
 """Makes what is stored of a sum, the number of its channel, and its place."""
 
 
-def add_taps(k: Emitter, images: tuple[NHWC, NHWC], phases: tuple[Phase, Phase], tap: Tap, finish: Finish) -> None:
+def add_taps(
+    k: Emitter, images: tuple[NHWC, NHWC], phases: tuple[Phase, Phase], tap: Tap, finish: Finish, parts: int = 1
+) -> None:
     """Fill the pixels of a phase down and one across with the sums of what the taps see.
 
     Args:
-        images: what is seen, and what is filled.
+        images: what is seen, and what is filled. parts: that share the rows.
     """
     (x, y), (down, across) = images, phases
     # an image, a row, a tile of its pixels, a vector of them
-    with k.loop(k.count) as n, k.loop(down.count) as u:
+    with k.loop(k.count) as n, k.loop(*k.turns([(0, 1, down.count)], parts)[0][2:]) as u:
         source, p = x.pixel(k, n, 0, 0).at(u, down.stride * x.row), down.at(k, u)
         for v, size in k.chunks(across.count, MOST_PIXELS):
             corner = source.at(v, across.stride * x.column)

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from fractions import Fraction
 
@@ -139,14 +140,19 @@ class Tiling:
         rows: of tiles in a block. images: in a block of the weights' gradient, whose sums go to memory and back once a
             block; one where a block is part of an image.
         block: tiles of an image in a block. blocks: of an image; the last one may be smaller.
+
+    Args:
+        parts: of a kernel that share the blocks.
     """
 
-    def __init__(self, counts: tuple[int, int], pooled: bool, channels: int, filters: int, target: Target) -> None:
+    def __init__(
+        self, counts: tuple[int, int], pooled: bool, channels: int, filters: int, target: Target, parts: int = 1
+    ) -> None:
         self.counts = counts if pooled else (-(-counts[0] // 2), -(-counts[1] // 2))
         self.channels, self.filters = channels, filters
         row = 4 * PLACES * self.counts[1] * (channels + filters)
         held = target.l2_bytes // CACHED_PART
-        self.rows = chunks(self.counts[0], max(1, held // row))[0][1]
+        self.rows = chunks(self.counts[0], max(1, min(held // row, -(-self.counts[0] // parts))))[0][1]
         self.images = max(1, 2 * held // (row * self.counts[0]))
         self.block, self.blocks = self.rows * self.counts[1], self.counts[0] / self.rows
 
@@ -171,7 +177,7 @@ class WinogradPass:
     def __init__(self, arena: Arena, conv: Sum, target: Target, after: int = 0) -> None:
         channels, filters = conv.x.shape[2], conv.panels.outputs
         self.conv, self.arena, self.panels = conv, arena, replace(conv.panels, rows=channels)
-        self.tiling = Tiling(conv.counts, conv.windows is not None, channels, filters, target)
+        self.tiling = Tiling(conv.counts, conv.windows is not None, channels, filters, target, conv.parts)
         tiles = self.tiling.images * self.tiling.block
         weights = odd_lines(self.panels.size)
         self.input_row, self.output_row = (round_up(row, target.lanes) for row in (channels, filters))
@@ -184,7 +190,7 @@ class WinogradPass:
         arena.share(self.after + self.outputs + PLACES * outputs)
 
     def room(self, k: Emitter) -> Pointer:
-        return k.arena + self.arena.shared + self.after
+        return k.own + self.arena.shared + self.after
 
     def weights(self, k: Emitter) -> Pointer:
         return k.arena + self.kept if self.kept else self.room(k)
@@ -202,7 +208,7 @@ def conv2d(k: Emitter, winograd: WinogradPass, weights: Pointer, bias: Pointer |
     if not winograd.kept:
         _transform_weights(k, winograd, weights)
     with k.loop(k.count) as n:
-        for start, block in k.chunks(tiling.counts[0], tiling.rows):
+        for start, block in k.chunks(tiling.counts[0], tiling.rows, winograd.conv.parts):
             _transform_inputs(k, winograd, n, start, block, INDEX(0))
             _multiply(k, winograd, block)
             _transform_back(k, winograd, n, start, block, bias)
@@ -308,10 +314,14 @@ def _transform_back(
             if conv.windows:
                 finish(k, conv, [[value] for line in tile for value in line], bias, panel, (n, u, v))
                 continue
+            # where the last tile overlaps one that another part may do, what that one stores counts
+            apart = conv.parts > 1 and conv.counts[0] % 2
+            is_first = k.builder.icmp_signed("==", top, k.builder.mul(u, INDEX(2)))
             for i, line in enumerate(tile):
-                for j, value in enumerate(line):
-                    place = k.builder.add(top, INDEX(i)), k.builder.add(left, INDEX(j))
-                    finish(k, conv, [[value]], bias, panel, (n, *place))
+                with k.builder.if_then(is_first) if apart and not i else nullcontext():
+                    for j, value in enumerate(line):
+                        place = k.builder.add(top, INDEX(i)), k.builder.add(left, INDEX(j))
+                        finish(k, conv, [[value]], bias, panel, (n, *place))
 
 
 def conv2d_backward_weights(k: Emitter, winograd: WinogradPass, d: NHWC, dw: Pointer) -> None:

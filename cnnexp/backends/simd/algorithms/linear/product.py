@@ -109,10 +109,10 @@ class Panels:
         """Return how many lanes of each vector of a panel, the last of its kind, hold outputs."""
         return [min(self.lanes, self.outputs - (first + (times - 1) * width + v) * self.lanes) for v in range(width)]
 
-    def each(self, k: Emitter) -> Iterator[Panel]:
-        """Run what follows for every panel."""
-        for first, width, times in self.kinds:
-            with k.loop(times) as t:
+    def each(self, k: Emitter, parts: int = 1) -> Iterator[Panel]:
+        """Run what follows for every panel; parts as for `Emitter.turns`."""
+        for (first, width, times), (_, _, *turns) in zip(self.kinds, k.turns(self.kinds, parts), strict=True):
+            with k.loop(*turns) as t:
                 yield Panel(self, k.scaled(t, width, first), width, self.valid(first, width, times))
 
 

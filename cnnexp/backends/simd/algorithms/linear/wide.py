@@ -35,7 +35,7 @@ class Wide(Dense):
         return "images" if kernel == "backward_input" else self.holds
 
     algorithm = "wide"
-    whole_vectors, whole_backward = False, True
+    whole_vectors, whole_backward, in_parts = False, True, True
 
     def work(self, target: Target, images: int, needs_dx: bool) -> dict[str, Work]:
         features, outputs = self.stage.weight.shape
@@ -78,11 +78,11 @@ class Wide(Dense):
     def emit_forward(self, k: Emitter, plan: Layout) -> None:
         """y = x @ weights + bias, by tiles of `height` images; the last may do some twice."""
         (weights, bias), height, x, y = plan.parameters.of(self.stage, k.parameters), self.height, self.x, self.y
-        for panel in self.panels.each(k):
+        for panel in self.panels.each(k, self.parts):
             # the last tile ends with the last image
             with k.loop(k.groups(height)) as tile:
                 n = k.least(k.builder.mul(tile, INDEX(height)), k.builder.sub(k.count, INDEX(height)))
-                n = k.builder.select(k.builder.icmp_signed("<", n, INDEX(0)), INDEX(0), n)
+                n = k.largest(n, INDEX(0))
                 # the sums
                 totals = [k.variables(panel.width) for _ in range(height)]
                 steps, places = Steps(1, x.size, (0, 1), (0, panel.unit)), [i * x.stride for i in range(height)]
