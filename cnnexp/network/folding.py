@@ -59,7 +59,7 @@ def _fold(stages: Sequence[Stage], sources: list[tuple[Stage, list[NormStage]]])
             layers[-1] = replace(before, bias=True)
         elif isinstance(stage.layer, Residual):
             layers.append(replace(stage.layer, layers=_fold(stage.stages, sources)))
-        elif not isinstance(stage.layer, Dropout) or len(stages) == 1:  # a Residual holds at least one layer
+        elif not isinstance(stage.layer, Dropout) or (stage is stages[-1] and not layers):  # a Residual holds a layer
             layers.append(stage.layer)
             if stage.parameters:
                 sources.append((stage, []))

@@ -19,7 +19,7 @@ TRIALS = {
     "first": ((5, 4, 2), (BatchNorm2d(), BatchNorm2d(), CONV, Flatten(), Linear(3)), 2),
     "in_a_residual": ((5, 4, 2), (
         CONV, BatchNorm2d(), Residual((CONV, BatchNorm2d(), ReLU(), Residual((CONV, BatchNorm2d())))), ReLU(),
-        Residual((BatchNorm2d(), CONV)), Residual((Dropout(),)), Flatten(), Linear(3),
+        Residual((BatchNorm2d(), CONV)), Residual((Dropout(), Dropout())), Flatten(), Linear(3),
     ), 1),
 }  # fmt: skip
 
