@@ -56,6 +56,7 @@ NETWORKS = {
         Conv2d(3, 2), BatchNorm2d(), ReLU(), Conv2d(4, 2), BatchNorm2d(0.5, 1e-2), Tanh(), BatchNorm2d(1.0), *END,
     )),
     "batch_norm_first": ((3, 3, 2), (BatchNorm2d(), Conv2d(3, 2), GlobalAvgPool(), Linear(3))),
+    "grouped_points": ((4, 3, 2), (Conv2d(6, 1, groups=2), Flatten(), Linear(3))),
     "batch_norm_last": ((3, 3, 2), (Conv2d(3, 2), ReLU(), Residual((ReLU(),)), BatchNorm2d(), Flatten())),
     "batch_norm_before_the_last": ((4, 4, 1), (Dropout(0.3), BatchNorm2d(), Conv2d(4, 1, 3), Flatten())),
     "residual_after_dropout": ((4, 4, 2), (Dropout(0.3), Residual((Conv2d(2, 1),)), *END)),

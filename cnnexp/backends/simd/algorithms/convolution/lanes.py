@@ -339,7 +339,7 @@ def conv2d_backward_weights(
     (runs, run), each, x = conv.runs, conv.filters // conv.groups, conv.x
     # the smallest kernels: all taps in one tile
     width = whole_width(conv.kernel * run, conv.filters, k.target.registers)
-    if width and runs == 1:
+    if width and runs == conv.groups == 1:
         _whole_kernel(k, conv, d, width, dw, db)
         return
     # the others by blocks of filters, runs of kernel rows and blocks of taps
