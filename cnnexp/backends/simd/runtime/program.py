@@ -301,11 +301,8 @@ class ForwardProgram(Program[np.ndarray]):
         self._rows, self._layout, self._outputs = plan.explain(1), plan.parameters, plan.scores.size
         self._parameters, self._arenas = aligned_zeros((plan.parameters.size,)), plan.arena.make(threads)
         self._calls, self._state = Calls(plan.nodes, plan, self._arenas), network.initial_state(0)
-        self._cycles, self._tile, self._part_cycles = (
-            sum(r.cycles for r in self._rows),
-            plan.arena.images,
-            target.part_cycles,
-        )
+        self._cycles, self._part_cycles = sum(part.cycles for part in self._rows), target.part_cycles
+        self._tile = plan.arena.images
         self._most = threads if any(node.parts > 1 for node in plan.nodes) else 1
         self._threads, self._lock, self._ended = threads, threading.Lock(), 0.0
         self._order, self._job = np.arange(ROWS, dtype=np.int64), (ctypes.c_int64 * (entry.HERE + threads))()
