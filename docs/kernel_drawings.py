@@ -111,7 +111,7 @@ def register_tile() -> Figure:
     from cnnexp.backends.simd.lowering import Plan
 
     target = replace(host_target(), forced=(("conv2", "lanes"),))  # elsewhere the planner may choose another algorithm
-    plan = Plan(TwoConvMlp().network((28, 28, 1), 10), target, groups=1, share=target.lanes)
+    plan = Plan(TwoConvMlp().network((28, 28, 1), 10), target, vectors=1, share=target.lanes)
     kernel = next(row for row in plan.explain(1) if "pixels x" in row.tile)
     pixels, filters = map(int, re.findall(r"\d+", kernel.tile))
     sums = np.array([[f"+= x{p} w{f}" for p in range(pixels)] for f in range(filters)])

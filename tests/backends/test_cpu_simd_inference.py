@@ -48,8 +48,7 @@ def test_batch_norm_costs_nothing_after_a_convolution():
     assert [name for name, _ in plan.forward] == [row.kernel for row in plan.explain(1)]
     assert plan.backward == plan.gradients == plan.seams == []
     trained = Plan(network, HOST, 1, 8)
-    assert len(trained.seams) == 2 * 4
-    assert plan.arena.size < trained.arena.size / 2
+    assert (len(trained.seams), plan.arena.size < trained.arena.size / 2) == (2 * 4, True)
 
 
 def test_evaluation_takes_the_averages_of_the_moment():
@@ -75,8 +74,7 @@ def test_threads_and_calls_share_a_split(monkeypatch):
         handle = program.load(images, case.labels)
         found += [program.predict(handle) for _ in range(20)]
         assert len(program.predict(program.load(images[:0], case.labels[:0]))) == 0
-    for scores in found[1:]:
-        np.testing.assert_array_equal(scores, found[0])
+    assert all(np.array_equal(scores, found[0]) for scores in found)
 
 
 def test_a_helper_does_its_task_whenever_it_is_woken():

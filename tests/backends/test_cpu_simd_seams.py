@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from backends.on_target import HOST, TARGETS, OnTarget, computed
-from commands import often
+from commands import often, raises
 from conformance import check_case, check_training, make_case, started
 from networks import NETWORKS
 
@@ -87,15 +87,27 @@ def test_gradients_in_tiles(algorithm):
     check_case(OnTarget(computed(NORMED, TARGETS["sse"], algorithm), threads=1), make_case(NORMED, images=19))
 
 
+@pytest.mark.parametrize("target", often(("sse", "avx2", "wide"), ("avx2",)))
+def test_what_leaves_the_second_cache_goes_by_parts_of_a_vector(target):
+    network = Network((12, 12, 3), FLATTENED.layers)
+    cpu = replace(computed(network, TARGETS[target], "channels"), l2_bytes=1 << 12)
+    assert make_plan(network, cpu, 10).arena.images == cpu.lanes // (4 if target == "wide" else 2)
+    check_case(OnTarget(cpu), make_case(network, images=19))
+
+
+def test_a_mean_far_above_the_deviation_takes_no_precision():
+    case = make_case(Network((5, 6, 3), (BatchNorm2d(), BatchNorm2d(), Conv2d(2, 1), GlobalAvgPool())), images=37)
+    case.parameters[:3] /= 16
+    check_case(OnTarget(), case)
+
+
 def test_a_batch_has_no_more_images_than_there_are_tiles_for():
     program, handle = started(OnTarget(threads=1), make_case(NORMED, images=9), SGD(), 4)
-    with pytest.raises(ValueError, match="9 images in a batch of at most 4"):
-        program.gradients(handle, np.arange(9))
+    raises(ValueError, "9 images in a batch of at most 4", program.gradients, handle, np.arange(9))
 
 
 def test_a_lost_run_leaves_nothing_behind():
-    """Tiles that a smaller batch does not use may hold what is no number."""
-    case, found = make_case(NORMED, images=40), []
+    case, found = make_case(NORMED, images=40), []  # tiles that a smaller batch does not use may hold what is no number
     for lost in (False, True):
         program, handle = started(OnTarget(TARGETS["sse"]), case, SGD(), 40)
         if lost:

@@ -57,6 +57,7 @@ class Plan:
 
     Attributes:
         nodes: first to last. target, arena, parameters, clocks, share, owns: see `Layout`.
+        vectors: of images that go through the layers at once; a part of one where no kernel takes it whole.
         step_parts: the numbers of the parts in `STEP`.
         scores, d_scores: output of the network and its gradient, one image per row.
         dropouts: those of the nodes that draw random numbers. draws: kernels that begin to, see `DropoutNode.draw`.
@@ -67,10 +68,10 @@ class Plan:
         seams: where a training step is cut, in order: as many in the forward pass as in the backward pass.
     """
 
-    def __init__(self, network: Network, target: Target, groups: int, share: int) -> None:
-        most = groups * target.lanes
-        self.network = network
-        self.target, self.share, self.owns = target, min(share, most), share <= most
+    def __init__(self, network: Network, target: Target, vectors: float, share: int) -> None:
+        self.network, self.target, self.vectors = network, target, vectors
+        groups, most = math.ceil(vectors), max(1, int(vectors * target.lanes))
+        self.share = min(share, most)
         nodes = self.nodes = choose_nodes(network, target, self.share)
         for node in nodes:
             if node.in_parts and target.parts > 1:
@@ -78,6 +79,8 @@ class Plan:
                 node.parts = target.parts if cycles * self.share > target.part_cycles else 1
         self._cuts = [i for i, node in enumerate(nodes) if node.seams(self)]
         whole = any(node.whole_vectors or (node.whole_backward and not target.forward_only) for node in nodes)
+        most = groups * target.lanes if whole else most
+        self.share, self.owns = min(share, most), share <= most
         few = target.lanes // FEWEST_IN_A_TILE if target.forward_only else 1
         images = most if whole else max(self.share, few)
         self.arena, self.parameters = Arena(target.lanes, groups, images), Parameters(target.lanes)

@@ -24,13 +24,10 @@ SLEEP = 0 if os.name == "nt" else 50
 """Microseconds; on Windows, whose sleep is many ms, the core is offered to others."""
 
 
-def _emit_pause(builder: ir.IRBuilder) -> None:
-    target = host_target()
-    if target.has(PAUSE):
-        call(builder, target.features, PAUSE, ir.VoidType(), [])
-
-
-pause = emitted(types.void, _emit_pause)
+pause = emitted(
+    types.void,
+    lambda builder: host_target().has(PAUSE) and call(builder, host_target().features, PAUSE, ir.VoidType(), []),
+)
 """Tell the core that this is a waiting loop, so that another thread of the same core runs faster."""
 
 store_release = emitted(

@@ -6,9 +6,9 @@ A matrix product is no limit: on Zen 5, NumPy's reaches 43 % of this, and `cpu-s
 from __future__ import annotations
 
 import functools
-import threading
-import time
+import timeit
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 from numba import njit
@@ -55,16 +55,6 @@ def fma_gflops(threads: int) -> float:
     """Measure the GFLOP/s, a multiply-add being two, that threads reach together."""
     loop, per_turn, _ = fma_loop()
     loop(1)
-    best_s = min(_seconds(loop, threads) for _ in range(ROUNDS))
+    with ThreadPoolExecutor(threads) as pool:
+        best_s = min(timeit.repeat(lambda: list(pool.map(loop, [TURNS] * threads)), number=1, repeat=ROUNDS))
     return 2e-9 * threads * TURNS * per_turn / best_s
-
-
-def _seconds(loop: Callable[[int], float], threads: int) -> float:
-    others = [threading.Thread(target=loop, args=(TURNS,)) for _ in range(threads - 1)]
-    started = time.perf_counter()
-    for other in others:
-        other.start()
-    loop(TURNS)
-    for other in others:
-        other.join()
-    return time.perf_counter() - started

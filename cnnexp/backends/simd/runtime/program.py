@@ -24,7 +24,7 @@ from cnnexp.backends.simd.compiler.entry import APPLY, GRADIENTS, LINE, TRAIN, C
 from cnnexp.backends.simd.compiler.native import Function, MachineCode, address_of
 from cnnexp.backends.simd.general import Calls
 from cnnexp.backends.simd.layouts import aligned_zeros, round_up
-from cnnexp.backends.simd.lowering import FEWEST_IN_A_TILE, Plan
+from cnnexp.backends.simd.lowering import Plan
 from cnnexp.backends.simd.runtime import compilation
 from cnnexp.backends.simd.runtime.adaptive_threads import AdaptiveThreads
 from cnnexp.backends.simd.runtime.thread_pool import Helpers, ThreadPool
@@ -57,6 +57,9 @@ WEIGHT_PASSES = 6
 
 HEAVY = 8
 """How much larger than a batch's activations parameters must be for threads to share a tile of all of it."""
+
+NEARLY = 1.02
+"""How much longer than in a smaller part of a vector an image may take in a larger one."""
 
 PREDICTED = 128
 """Images that training predicts at once, at least: it evaluates whole splits."""
@@ -111,7 +114,7 @@ class SimdProgram(Program[LoadedSplit]):
             forward = beside.submit(ForwardProgram, network, loss, optimizer, PREDICTED, target, threads)
             try:
                 share = plan.share + (not plan.owns)
-                self._work = _function((network, loss, optimizer, target, plan.arena.groups, share))
+                self._work = _function((network, loss, optimizer, target, plan.vectors, share))
                 self._forward = forward.result()
             except BaseException:
                 child.end_all()  # Ctrl-C, too, is not to wait for what compiles beside
@@ -151,10 +154,11 @@ class SimdProgram(Program[LoadedSplit]):
             raise DataError(
                 f"labels {labels.min()} to {labels.max()}: the network distinguishes {classes} classes, from 0"
             )
-        split = _flat(images, labels)
-        if len(split.floats):
-            split.nan_mask[np.isnan(split.floats.reshape(len(images), -1)).any(axis=1)] = np.nan
-        return split
+        flat = self._forward.load(images, labels).reshape(-1, math.prod(self.network.input_shape))
+        if flat.dtype == np.uint8:
+            return LoadedSplit(flat.reshape(-1), _NO_SPLIT.floats, np.zeros(len(flat), np.float32), labels)
+        mask = np.where(np.isnan(flat).any(axis=1), np.float32(np.nan), np.float32(0))
+        return LoadedSplit(_NO_SPLIT.bytes_, flat.reshape(-1), mask, labels)
 
     def train(self, handle: LoadedSplit, order: np.ndarray, rate: Rate) -> Totals:
         self.pending.drop()
@@ -209,7 +213,7 @@ class SimdProgram(Program[LoadedSplit]):
     def restore(self, state: State) -> None:
         self._pool.drain()
         whole = complete(state, self.network, self.optimizer)
-        self._slots[...] = 0
+        self._slots[: len(self.optimizer.slots)] = 0  # no page of the others is ever touched
         for name, target in zip(("parameters", *self.optimizer.slots), (self._parameters, *self._slots), strict=False):
             target[...] = 0  # also what rounds up the parameters, which a lost run may have left as NaN
             self._layout.pack(whole[name], target)
@@ -297,7 +301,7 @@ class ForwardProgram(Program[np.ndarray]):
         plan = make_plan(self._folded.network, target, batch_size if together else -(-batch_size // threads))
         share = plan.share + (not plan.owns)
         described = self._folded.network, Loss.SOFTMAX_CROSS_ENTROPY, SGD()  # whatever it is trained by
-        self._work = _function((*described, target, plan.arena.groups, share))
+        self._work = _function((*described, target, plan.vectors, share))
         self._rows, self._layout, self._outputs = plan.explain(1), plan.parameters, plan.scores.size
         self._parameters, self._arenas = aligned_zeros((plan.parameters.size,)), plan.arena.make(threads)
         self._calls, self._state = Calls(plan.nodes, plan, self._arenas), network.initial_state(0)
@@ -376,16 +380,6 @@ class ForwardProgram(Program[np.ndarray]):
         self._helpers.close()
 
 
-def _flat(images: np.ndarray, labels: np.ndarray) -> LoadedSplit:
-    """Return a split as compiled code takes it, without a look at what it holds."""
-    bytes_, floats = np.empty(0, np.uint8), np.empty(0, np.float32)
-    if images.dtype == np.uint8:
-        bytes_ = np.ascontiguousarray(images).reshape(-1)
-    else:
-        floats = np.ascontiguousarray(images, np.float32).reshape(-1)
-    return LoadedSplit(bytes_, floats, np.zeros(len(images), np.float32), labels)
-
-
 _ready: dict[str, Function] = {}
 """What this process has compiled or loaded, by `program_key`."""
 
@@ -433,12 +427,18 @@ def make_plan(network: Network, target: Target, share: int) -> Plan:
     best on all of the papers' networks. More where the weights themselves leave L2. It is one where the
     share is small, where two would take much memory, or where their activations would leave L2 and
     outweigh the weights, or push out what one leaves there, activations, weights and gradients; or where those of
-    one stay in a core's part of L3, those of more would not, and no size holds all of a share. To predict takes half a
-    vector where one is twice L2: MobileNet 0.6 of the time, ResNet-20 0.8.
+    one stay in a core's part of L3, those of more would not, and no size holds all of a share. Where one is twice L2,
+    half a vector predicts (MobileNet 0.6 of the time, ResNet-20 0.8), unless the weights come from memory; a step with
+    seams takes half or less, so that what is normalized is near for the kernels after it (MobileNet, batch 16: 0.8).
     """
     plan = one = Plan(network, target, 1, share)
-    if target.forward_only and 2 * one.arena.size > target.l2_bytes:
-        return Plan(network, target, 1, min(share, target.lanes // FEWEST_IN_A_TILE))
+    if target.forward_only and 2 * one.arena.size > target.l2_bytes and 4 * one.parameters.size < LARGEST_ARENA:
+        return Plan(network, target, 1 / 2, share)
+    if one.seams and 2 * one.arena.size > target.l2_bytes and one.arena.size > WEIGHT_PASSES * one.parameters.size:
+        smaller = [Plan(network, target, 1 / parts, share) for parts in (2, 4, 8)]
+        cycles = {p: sum(row.cycles for row in p.explain(1)) for p in smaller if p.arena.images < target.lanes}
+        if cycles:
+            return next(plan for plan in cycles if cycles[plan] <= NEARLY * min(cycles.values()))
     heavy = 4 * one.parameters.size > target.l2_bytes
     sizes = (2, 4, 8) if heavy else (2,)
     near = 4 * one.arena.size <= L3_SHARE_BYTES and share > sizes[-1] * target.lanes

@@ -95,7 +95,9 @@ def make_batch(plan: Plan, begin: Callable, finish: Callable, compiled: Callable
             size = here * (share + 1) // shares - here * share // shares
             known[FIRST + number] = max(0, min(images, size - tile * images))
         for phase in range(seams + 1):
-            for number in range(known[TILES]):
+            for turn in range(known[TILES]):
+                # to and fro: what the last tiles left in the caches comes first
+                number = turn if phase % 2 == 0 else known[TILES] - 1 - turn
                 share, count = number % shares, known[FIRST + number]
                 if mine <= share < next_ and count:
                     at = first + here * share // shares + number // shares * images

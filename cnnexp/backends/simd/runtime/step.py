@@ -206,20 +206,16 @@ def machine_code(plan: Plan, loss: Loss, optimizer: Optimizer, key: str) -> Mach
     forward_only = plan.target.forward_only
     work = make_forward(plan, key, library) if forward_only else make_work(plan, loss, optimizer, key, library)
     call = Forward if forward_only else Call
-    signature = _signature(call)
+    kinds = [
+        types.Array(from_dtype(np.dtype(a.kind)), a.dimensions, "C", readonly=not a.written) if a else int64
+        for a in arguments(call).values()
+    ]
+    signature = types.void(types.NamedTuple(kinds, call))
     work.compile(signature)
     compiled = work.overloads[signature.args]
     _, _, bitcode = compiled.library.serialize_using_bitcode()
     add_packed(library, symbol := compiled.fndesc.llvm_func_name, list(arguments(call).values()))
     return MachineCode.linked(symbol, bitcode, str(library))
-
-
-def _signature(call: type[Call | Forward]) -> types.Type:
-    kinds = [
-        types.Array(from_dtype(np.dtype(a.kind)), a.dimensions, "C", readonly=not a.written) if a else int64
-        for a in arguments(call).values()
-    ]
-    return types.void(types.NamedTuple(kinds, call))
 
 
 def _tile_loss(loss: Loss, scores: NC, d_scores: NC, compiled: Callable) -> Callable:

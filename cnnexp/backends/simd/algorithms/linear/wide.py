@@ -47,7 +47,7 @@ class Wide(Dense):
         stored = 2 * cost.bring(features * outputs, 8 * features * outputs, target)
         back = [
             times_w * times_h * (outputs * tile_cycles(high, wide) + high * wide)
-            for _, wide, times_w in chunks(-(-images // target.lanes), 4)
+            for _, wide, times_w in chunks(-(-images // target.lanes), target.registers // 8)
             for _, high, times_h in chunks(features, most_height(wide, target.registers))
         ]
         weights = Work(gradient.macs / images, (gradient.cycles + stored) / images, gradient.tile)
@@ -160,7 +160,7 @@ class Wide(Dense):
         panels, dy, dx = self.panels, self.dy_lanes, self.dx_lanes
         weights, _ = plan.parameters.of(self.stage, k.parameters)
         # tiles of features x groups of images
-        for first_group, width, group_times in chunks(plan.arena.groups, 4):
+        for first_group, width, group_times in chunks(plan.arena.groups, k.target.registers // 8):
             for first, height, times in chunks(panels.rows, most_height(width, k.target.registers)):
                 with k.loop(times) as t, k.loop(group_times) as part:
                     d, group = k.scaled(t, height, first), k.scaled(part, width, first_group)
