@@ -3,15 +3,14 @@
 The step is cut twice at each: where a batch is normalized, and where its gradient needs two sums over it. Before a cut
 every tile of images leaves its part in its own arena, then all threads meet, and each adds up all parts, in their
 order: see `Seam`. A tile's part of the variance is taken around the tile's own mean (Chan, Golub and LeVeque 1983), so
-that nothing cancels. Whether the ReLU let a number through follows from the input: the output is not read again. In
-`predict` its parameters are a scale and a shift, see `folding`, and nothing is cut.
+that nothing cancels; what rounding takes off a mean is kept beside it, as a small deviation makes it large. Whether the
+ReLU let a number through follows from the input. `predict` has a scale and a shift, see `folding`, and no cut.
 
 Where a share is many tiles, the output is not kept either: a convolution that reads it in its backward pass has it made
 again just before (Chen, Xu, Zhang and Guestrin 2016), in the scratch buffer. One thread, batch 128, Zen 4: MobileNet
 takes 0.85 of the time, ResNet-20 0.93; on two threads tiles take 0.57 and 0.76 of the memory. What a tile keeps for
 both passes lies where other tensors lay before or will: 0.88 and 0.87 of that. Nor is every second sum of Residuals
-that end with a normalization kept: it is made again for the next sum and on the way back. A tile of ResNet-56 takes
-0.82 of the memory with that.
+that end with a normalization kept but made again, for the next sum and on the way back: ResNet-56 takes 0.82 of that.
 """
 
 from __future__ import annotations
@@ -39,8 +38,8 @@ class BatchNormNode(Node[Tensor, Tensor]):
     """BatchNorm2d [+ ReLU].
 
     Attributes:
-        table: where in the arena the rows of a number per channel lie: the tile's mean and its squared distances from
-            it; mean, 1 / deviation and scale of the batch; the tile's two sums of gradients; two factors of dx.
+        table: where in the arena the rows of a number per channel lie: of the tile and of the batch, as named, and
+            the two factors of dx. A `rest` is the mean distance from a rounded mean, a `product` of dy and n.
     """
 
     algorithm = "batch-norm"
@@ -72,18 +71,20 @@ class BatchNormNode(Node[Tensor, Tensor]):
     def prepare(self, plan: Layout) -> None:
         plan.parameters.place_plain(self.stage.weight, self.stage.bias)
         self.row = round_up(self.shape[2], plan.target.lanes)
-        names = ("own_mean", "own_squares", "mean", "inverse", "scale", "sum", "product", "slope", "level")
-        self.table = {name: plan.arena.allocate(self.row) for name in names}
+        tile, batch = ("own_mean", "own_rest", "own_squares", "sum", "product"), ("mean", "rest", "inverse", "scale")
+        self.table = {name: plan.arena.allocate(self.row) for name in (*tile, *batch, "shift", "slope", "level")}
 
     def forward(self, plan: Layout) -> Kernels:
         alone = plan.target.forward_only
 
         def run(k: Emitter) -> None:
-            weight, shift = (k.parameters + plan.parameters.offset(p) for p in (self.stage.weight, self.stage.bias))
+            rows = {name: k.arena + at for name, at in self.table.items()}
+            if alone:
+                parameters = ("scale", self.stage.weight), ("shift", self.stage.bias)
+                rows |= {name: k.parameters + plan.parameters.offset(parameter) for name, parameter in parameters}
             for block in _blocks(k, self.x):
-                mean = None if alone else block.constants(k.arena + self.table["mean"])
-                scale = block.constants(weight if alone else k.arena + self.table["scale"])
-                level = block.constants(shift)
+                mean = None if alone else block.constants(rows["mean"])
+                scale, level = block.constants(rows["scale"]), block.constants(rows["shift"])
                 for at, _ in block.pixels():
                     for u, (x, y) in enumerate(zip(block.places(at(self.x)), block.places(at(self.y)), strict=True)):
                         distance = k.subtract(k.load(x), mean[u]) if mean else k.load(x)
@@ -93,29 +94,30 @@ class BatchNormNode(Node[Tensor, Tensor]):
         return [*([] if alone else [("statistics", self._statistics)]), ("forward", run)]
 
     def _statistics(self, k: Emitter) -> None:
-        """Leave the tile's mean, and the sum of squared distances from it."""
+        """Leave the tile's mean, the mean distance from it, which rounding leaves, and the sum of its squares."""
         count = k.builder.uitofp(k.builder.mul(k.count, INDEX(self.pixels)), FLOAT)
         share = k.spread(k.builder.fdiv(FLOAT(1), count))
         for block in _blocks(k, self.x):
-            totals, squares = k.variables(len(block.valid)), k.variables(len(block.valid))
+            totals, squares, rests = (k.variables(len(block.valid)) for _ in range(3))
             for at, inside in block.pixels():
                 for total, place in zip(totals, block.places(at(self.x)), strict=True):
                     k.increase(total, inside(k.load(place)))
             block.finish(totals, k.arena + self.table["own_mean"], share)
             mean = block.constants(k.arena + self.table["own_mean"])
             for at, inside in block.pixels():
-                for total, middle, place in zip(squares, mean, block.places(at(self.x)), strict=True):
+                for total, rest, middle, place in zip(squares, rests, mean, block.places(at(self.x)), strict=True):
                     distance = inside(k.subtract(k.load(place), middle))
                     k.accumulate(total, distance, distance)
+                    k.increase(rest, distance)
             block.finish(squares, k.arena + self.table["own_squares"])
+            block.finish(rests, k.arena + self.table["own_rest"], share)
 
     def backward(self, plan: Layout) -> Kernels:
         return [("sums", lambda k: self._sums(k, plan)), *(super().backward(plan) if self.dx else [])]
 
-    def _gradient(self, k: Emitter, plan: Layout, block: Block) -> Callable[..., list[tuple[ir.Value, ir.Value]]]:
+    def _gradient(self, k: Emitter, block: Block) -> Callable[..., list[tuple[ir.Value, ir.Value]]]:
         """Return what gives, of a pixel, the distances of x from the mean and the gradient before the ReLU."""
-        mean, scale = (block.constants(k.arena + self.table[name]) for name in ("mean", "scale"))
-        shift = block.constants(k.parameters + plan.parameters.offset(self.stage.bias))
+        mean, scale, shift = (block.constants(k.arena + self.table[name]) for name in ("mean", "scale", "shift"))
 
         def found(at: Callable, inside: Callable) -> list[tuple[ir.Value, ir.Value]]:
             values = []
@@ -132,7 +134,7 @@ class BatchNormNode(Node[Tensor, Tensor]):
         """Leave the tile's sums of dy and of dy * n, n being x normalized; they are the parameters' gradients."""
         rows = {name: k.arena + offset for name, offset in self.table.items()}
         for block in _blocks(k, self.x):
-            gradients = self._gradient(k, plan, block)
+            gradients = self._gradient(k, block)
             sums, products = k.variables(len(block.valid)), k.variables(len(block.valid))
             for at, inside in block.pixels():
                 for total, product, (distance, gradient) in zip(sums, products, gradients(at, inside), strict=True):
@@ -143,16 +145,18 @@ class BatchNormNode(Node[Tensor, Tensor]):
         # per channel, in vectors
         for vector, valid in k.vectors(self.shape[2]):
             channel = k.builder.mul(vector, INDEX(k.lanes))
-            product = k.multiply(k.load(rows["product"].at(channel)), k.load(rows["inverse"].at(channel)))
+            names = ("product", "sum", "rest", "inverse")
+            product, total, rest, inverse = (k.load(rows[name].at(channel)) for name in names)
+            product = k.multiply(k.subtract(product, k.multiply(rest, total)), inverse)
             k.store(product, rows["product"].at(channel))
-            for parameter, value in ((self.stage.weight, product), (self.stage.bias, k.load(rows["sum"].at(channel)))):
+            for parameter, value in ((self.stage.weight, product), (self.stage.bias, total)):
                 place = (k.gradients + plan.parameters.offset(parameter)).at(channel)
                 k.store_part(k.add(k.load(place), value), place, valid)
 
     def emit_backward(self, k: Emitter, plan: Layout) -> None:
         """dx = scale * dy + slope * (x - mean) + level."""
         for block in _blocks(k, self.x):
-            gradients = self._gradient(k, plan, block)
+            gradients = self._gradient(k, block)
             names = ("scale", "slope", "level")
             scale, slope, level = (block.constants(k.arena + self.table[name]) for name in names)
             for at, inside in block.pixels():
@@ -182,7 +186,7 @@ class BatchNormNode(Node[Tensor, Tensor]):
         unbiased = k.builder.select(k.builder.fcmp_ordered("<", unbiased, FLOAT(1)), FLOAT(1), unbiased)
         for vector, valid in k.vectors(self.shape[2]):
             channel = k.builder.mul(vector, INDEX(k.lanes))
-            total, squares = k.variables(2)
+            total, squares, rest = k.variables(3)
             with meeting.tiles() as (arena, weight):
                 mean = k.load((arena + self.table["own_mean"]).at(channel))
                 k.accumulate(total, mean, k.spread(weight))
@@ -191,10 +195,16 @@ class BatchNormNode(Node[Tensor, Tensor]):
                 distance = k.subtract(k.load((arena + self.table["own_mean"]).at(channel)), middle)
                 k.increase(squares, k.load((arena + self.table["own_squares"]).at(channel)))
                 k.accumulate(squares, k.multiply(distance, distance), k.spread(weight))
-            variance = k.multiply(squares.get(), k.spread(k.builder.fdiv(FLOAT(1), size)))
+                left = k.add(distance, k.load((arena + self.table["own_rest"]).at(channel)))
+                k.accumulate(rest, left, k.spread(weight))
+            variance, left = (k.multiply(t.get(), k.spread(k.builder.fdiv(FLOAT(1), size))) for t in (squares, rest))
             inverse = k.builder.fdiv(k.constant(1), k.sqrt(k.add(variance, k.constant(epsilon))))
-            scale = k.multiply(inverse, k.load((k.parameters + plan.parameters.offset(self.stage.weight)).at(channel)))
-            for name, value in (("mean", middle), ("inverse", inverse), ("scale", scale)):
+            parameters = (k.parameters + plan.parameters.offset(p) for p in (self.stage.weight, self.stage.bias))
+            weight, bias = (k.load(parameter.at(channel)) for parameter in parameters)
+            scale = k.multiply(inverse, weight)
+            shift = k.subtract(bias, k.multiply(left, scale))
+            values = {"mean": middle, "rest": left, "inverse": inverse, "scale": scale, "shift": shift}
+            for name, value in values.items():
                 k.store(value, (meeting.own + self.table[name]).at(channel))
             with k.builder.if_then(alone):
                 spread = k.multiply(squares.get(), k.spread(k.builder.fdiv(FLOAT(1), unbiased)))
@@ -214,11 +224,13 @@ class BatchNormNode(Node[Tensor, Tensor]):
             with meeting.tiles() as (arena, _):
                 for variable, name in ((total, "sum"), (product, "product")):
                     k.increase(variable, k.load((arena + self.table[name]).at(channel)))
-            inverse, scale = (k.load((meeting.own + self.table[name]).at(channel)) for name in ("inverse", "scale"))
+            names = ("inverse", "scale", "rest")
+            inverse, scale, rest = (k.load((meeting.own + self.table[name]).at(channel)) for name in names)
             factor = k.multiply(scale, share)
-            k.store(k.multiply(factor, total.get()), (meeting.own + self.table["level"]).at(channel))
             slope = k.multiply(k.multiply(factor, inverse), product.get())
-            k.store(slope, (meeting.own + self.table["slope"]).at(channel))
+            level = k.subtract(k.multiply(factor, total.get()), k.multiply(slope, rest))
+            for name, value in (("slope", slope), ("level", level)):
+                k.store(value, (meeting.own + self.table[name]).at(channel))
 
 
 class Meeting:
