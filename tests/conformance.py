@@ -164,7 +164,7 @@ def _gaps(layer: dict, x: np.ndarray) -> np.ndarray:
             return np.abs(x)
         case "binary":
             # a hit or not; and 1 - p, by which the gradient divides, has lost float32's last digits near 1
-            return np.minimum(np.abs(x - 0.5), (0.5 - np.abs(x - 0.5)) / 100) * np.abs(x).max()
+            return np.minimum(np.abs(x - 0.5), np.minimum(x, 1 - x) / 100) * np.abs(x).max()
         case "scores":
             return np.diff(np.sort(x, axis=1)[:, -2:], axis=1)
         case "maxpool2d":

@@ -116,7 +116,7 @@ ELEMENTWISE = {  # y of (x, layer), and dy/dx of (x, y, layer)
         lambda x, layer: np.where(x > 0, x, layer["slope"] * x),
         lambda x, y, layer: np.where(x > 0, 1, layer["slope"]),
     ),
-    "sigmoid": (lambda x, layer: 0.5 * (1 + np.tanh(x / 2)), lambda x, y, layer: y * (1 - y)),
+    "sigmoid": (lambda x, layer: np.exp(-np.logaddexp(0, -x)), lambda x, y, layer: y * (1 - y)),
     "tanh": (lambda x, layer: np.tanh(x), lambda x, y, layer: 1 / np.cosh(x) ** 2),
     "gelu": (
         lambda x, layer: x / 2 * (1 + erf(x / math.sqrt(2))),
