@@ -9,8 +9,8 @@ ReLU let a number through follows from the input. `predict` has a scale and a sh
 Where a share is many tiles, the output is not kept either: a convolution that reads it in its backward pass has it made
 again just before (Chen, Xu, Zhang and Guestrin 2016), in the scratch buffer. One thread, batch 128, Zen 4: MobileNet
 takes 0.85 of the time, ResNet-20 0.93; on two threads tiles take 0.57 and 0.76 of the memory. What a tile keeps for
-both passes lies where other tensors lay before or will: 0.88 and 0.87 of that. Nor is every second sum of Residuals
-that end with a normalization kept but made again, for the next sum and on the way back: ResNet-56 takes 0.82 of that.
+both passes lies where other tensors lay before or will: 0.88 and 0.87 of that. Of Residuals that end with a
+normalization every second sum is made again, for the next sum and on the way back: ResNet-56 takes 0.82 of that.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class BatchNormNode(Node[Tensor, Tensor]):
     """BatchNorm2d [+ ReLU].
 
     Attributes:
-        table: where in the arena the rows of a number per channel lie: of the tile and of the batch, as named, and
-            the two factors of dx. A `rest` is the mean distance from a rounded mean, a `product` of dy and n.
+        table: where in the arena the rows of a number per channel lie. `own_` and the sums of dy and dy * n are of the
+            tile; `rest` is the mean distance from a mean, which rounding leaves; `slope` and `level` are dx's factors.
     """
 
     algorithm = "batch-norm"
@@ -94,7 +94,7 @@ class BatchNormNode(Node[Tensor, Tensor]):
         return [*([] if alone else [("statistics", self._statistics)]), ("forward", run)]
 
     def _statistics(self, k: Emitter) -> None:
-        """Leave the tile's mean, the mean distance from it, which rounding leaves, and the sum of its squares."""
+        """Leave the tile's mean, the mean distance from it, which rounding leaves, and the sum of squared distances."""
         count = k.builder.uitofp(k.builder.mul(k.count, INDEX(self.pixels)), FLOAT)
         share = k.spread(k.builder.fdiv(FLOAT(1), count))
         for block in _blocks(k, self.x):
