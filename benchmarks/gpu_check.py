@@ -236,7 +236,7 @@ def _captured(step: Callable[[Any], None], indices: Any) -> Callable[[Any], None
     with torch.cuda.graph(graph):
         step(indices)
 
-    def replay(batch: Any) -> None:
+    def replay(batch: Any, reads: Any = step) -> None:  # a graph keeps addresses, `step` what lies there
         indices.copy_(batch)
         graph.replay()
 

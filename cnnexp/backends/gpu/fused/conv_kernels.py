@@ -218,15 +218,15 @@ def conv2d_backward_weights(conv: ConvBlock, rows: int, pairs: int, slices: int)
                 while cell < cells and u32(u0 + cell // V) < U:
                     u, v = split(cell, V)
                     place = offset(n, U, u32(u0 + u), V, v, F, f)
-                    where = u32(argmax[place])
-                    if where < inactive:
-                        g = dy[place]
-                        i, j = split(where, S)
-                        corner = offset(u32(offset(u, S, i) * stride), wide, u32(offset(v, S, j) * stride), C, c)
-                        for a in range(K):
-                            for e in range(K):
-                                total[a * K + e] += g * x_tile[corner + offset(a, wide, e, C, 0)]
-                        total_b += g
+                    # without a branch, since some thread of a warp takes it anyway, and it would put off the load of dy
+                    where, g = u32(argmax[place]), dy[place]
+                    active = where < inactive
+                    g, (i, j) = g if active else ZERO, split(where if active else u32(0), S)
+                    corner = offset(u32(offset(u, S, i) * stride), wide, u32(offset(v, S, j) * stride), C, c)
+                    for a in range(K):
+                        for e in range(K):
+                            total[a * K + e] += g * x_tile[corner + offset(a, wide, e, C, 0)]
+                    total_b += g
                     cell = u32(cell + groups)
             n = u32(n + slices_)
         # add up what the threads of a pair have

@@ -16,75 +16,95 @@ from cnnexp.backends.gpu.kernels.index import ONE, ZERO, f32, offset, split, u32
 from cnnexp.backends.gpu.launch import Kernel
 
 WIDE_BLOCK = 512  # threads, for the few, long sums of a layer's outputs
-AHEAD = 4  # images that a thread of `linear_backward_weights` asks for before it waits for the first
+AHEAD = 4  # numbers of a row that a thread asks for before it waits for the first
+OWNED = 16  # the most outputs whose gradients a thread of `linear_backward_weights` makes of an input
 
 
 @cache
-def linear(D: int, O: int, has_bias: bool, relu: bool) -> Kernel:  # noqa: E741
-    """y = relu(x @ w + b): a block makes LANES outputs of one image, its threads share out the D products of each."""
-    D, O = u32(D), u32(O)  # noqa: E741
-    lanes, parts, block = u32(LANES), u32(WIDE_BLOCK // LANES), WIDE_BLOCK
-    groups = u32(-(-int(O) // LANES))
+def linear(D: int, O: int, has_bias: bool, relu: bool, images: int) -> Kernel:  # noqa: E741
+    """y = relu(x @ w + b): a block makes up to LANES outputs of some images, its threads share out each one's products."""
+    lanes = u32(min(lanes_of(O), LANES))
+    parts, block, size = u32(WIDE_BLOCK // int(lanes)), u32(WIDE_BLOCK), images * WIDE_BLOCK
+    D, O, Z, groups = u32(D), u32(O), u32(images), u32(-(-O // int(lanes)))  # noqa: E741
 
-    def linear(x, w, y):
-        sums = cuda.shared.array(block, f32)
+    def linear(x, w, y, count):
+        sums = cuda.shared.array(size, f32)
+        total, weights = cuda.local.array(images, f32), cuda.local.array(AHEAD, f32)
         t = u32(cuda.threadIdx.x)
-        n, group = split(cuda.blockIdx.x, groups)
+        image_group, group = split(cuda.blockIdx.x, groups)
         part, lane = split(t, lanes)
-        o = offset(group, lanes, lane)
-        # a thread's share of the products
-        total = ZERO
+        n0, o = u32(image_group * Z), offset(group, lanes, lane)
+        for z in range(images):
+            total[z] = ZERO
+        # a thread's share of the products: a weight that it has loaded serves all images
         if o < O:
             k = part
+            while u32(k + u32((AHEAD - 1) * parts)) < D:
+                for j in range(AHEAD):
+                    weights[j] = w[offset(k, O, o) + offset(j, parts, 0, O, 0)]
+                for z in range(images):
+                    n = n0 + u32(z) if n0 + u32(z) < count else n0  # a load too many is cheaper than a branch
+                    for j in range(AHEAD):
+                        total[z] += x[offset(n, D, k) + offset(j, parts, 0)] * weights[j]
+                k = u32(k + u32(AHEAD * parts))
             while k < D:
-                total += x[offset(n, D, k)] * w[offset(k, O, o)]
+                for z in range(images):
+                    n = n0 + u32(z) if n0 + u32(z) < count else n0
+                    total[z] += x[offset(n, D, k)] * w[offset(k, O, o)]
                 k = u32(k + parts)
-        sums[t] = total
+        for z in range(images):
+            sums[offset(z, block, t)] = total[z]
         cuda.syncthreads()
         # their sum, bias and ReLU
-        if t < lanes and o < O:
+        z, lane = split(t, lanes)
+        n, o = u32(n0 + z), offset(group, lanes, lane)
+        if z < Z and n < count and o < O:
             value = w[offset(D, O, o)] if has_bias else ZERO
             for part in range(parts):
-                value += sums[offset(part, lanes, t)]
+                value += sums[offset(z, parts, part, lanes, lane)]
             y[offset(n, O, o)] = value if not relu or value > ZERO else ZERO
 
-    return Kernel(linear, "void(f4[::1], f4[::1], f4[::1])", WIDE_BLOCK)
+    return Kernel(linear, "void(f4[::1], f4[::1], f4[::1], u4)", WIDE_BLOCK)
 
 
 @cache
-def linear_backward_input(D: int, O: int, relu: bool) -> Kernel:  # noqa: E741
+def linear_backward_input(D: int, O: int, relu: bool, images: int) -> Kernel:  # noqa: E741
     """dx = dy @ w.T, dy only where y > 0 if the layer ends in ReLU: a block makes LANES inputs of Z images.
 
-    A tile of w goes through shared memory, since threads side by side need rows of it and memory wants columns.
+    A tile of w goes through shared memory, since threads side by side need rows of it and memory wants columns. A
+    thread makes one input of some `images`.
     """
-    D, O = u32(D), u32(O)  # noqa: E741
-    lanes, Z, block = u32(LANES), u32(BLOCK // LANES), u32(BLOCK)
+    rows = u32(BLOCK // LANES)
+    D, O, Z = u32(D), u32(O), u32(rows * u32(images))  # noqa: E741
+    lanes, block = u32(LANES), u32(BLOCK)
     chunk = u32(min(int(O), LANES))
-    pitch, w_size, d_size = u32(chunk + 1), LANES * (int(chunk) + 1), BLOCK // LANES * int(chunk)
+    pitch, w_size, d_size = u32(chunk + 1), LANES * (int(chunk) + 1), int(Z) * int(chunk)
     groups = u32(-(-int(D) // LANES))
 
     def linear_backward_input(w, y, dy, dx, count):
         w_tile = cuda.shared.array(w_size, f32)
         d_tile = cuda.shared.array(d_size, f32)
+        total = cuda.local.array(images, f32)
         t = u32(cuda.threadIdx.x)
-        z, lane = split(t, lanes)
+        row, lane = split(t, lanes)
         image_group, group = split(cuda.blockIdx.x, groups)
-        n0, k0 = u32(image_group * Z), u32(group * lanes)
-        total, o0 = ZERO, u32(0)
+        n0, k0, o0 = u32(image_group * Z), u32(group * lanes), u32(0)
+        for z in range(images):
+            total[z] = ZERO
         while o0 < O:
             # stage a tile of w
             cuda.syncthreads()
             i = t
             while i < u32(lanes * chunk):
-                row, column = split(i, chunk)
-                k, o = u32(k0 + row), u32(o0 + column)
-                w_tile[offset(row, pitch, column)] = w[offset(k, O, o)] if k < D and o < O else ZERO
+                wide, column = split(i, chunk)
+                k, o = u32(k0 + wide), u32(o0 + column)
+                w_tile[offset(wide, pitch, column)] = w[offset(k, O, o)] if k < D and o < O else ZERO
                 i = u32(i + block)
             # stage the gradients of the images
             i = t
             while i < u32(Z * chunk):
-                row, column = split(i, chunk)
-                n, o = u32(n0 + row), u32(o0 + column)
+                z, column = split(i, chunk)
+                n, o = u32(n0 + z), u32(o0 + column)
                 value = ZERO
                 if n < count and o < O and (not relu or y[offset(n, O, o)] > ZERO):
                     value = dy[offset(n, O, o)]
@@ -93,43 +113,62 @@ def linear_backward_input(D: int, O: int, relu: bool) -> Kernel:  # noqa: E741
             cuda.syncthreads()
             # multiply them
             for o in range(chunk):
-                total += w_tile[offset(lane, pitch, o)] * d_tile[offset(z, chunk, o)]
+                weight = w_tile[offset(lane, pitch, o)]
+                for z in range(images):
+                    total[z] += weight * d_tile[offset(row, chunk, o) + offset(z, rows, 0, chunk, 0)]
             o0 = u32(o0 + chunk)
-        n, k = u32(n0 + z), u32(k0 + lane)
-        if n < count and k < D:
-            dx[offset(n, D, k)] = total
+        k = u32(k0 + lane)
+        for z in range(images):
+            n = offset(z, rows, u32(n0 + row))
+            if n < count and k < D:
+                dx[offset(n, D, k)] = total[z]
 
     return Kernel(linear_backward_input, "void(f4[::1], f4[::1], f4[::1], f4[::1], u4)", BLOCK)
 
 
+def owned_of(outputs: int) -> int:
+    """Return of how many outputs a thread of `linear_backward_weights` makes the gradients: even shares."""
+    return -(-outputs // -(-outputs // OWNED))
+
+
 @cache
 def linear_backward_weights(D: int, O: int, has_bias: bool, relu: bool, slices: int) -> Kernel:  # noqa: E741
-    """partial[s], as w: its gradient over the images s, s + slices, ...; one thread per element and slice."""
-    rows = u32(D + has_bias)
+    """partial[s], as w: its gradient over the images s, s + slices, ...; a thread per input, some outputs and slice."""
+    rows, owned = u32(D + has_bias), owned_of(O)
+    groups = u32(-(-O // owned))
     D, O, slices_ = u32(D), u32(O), u32(slices)  # noqa: E741
 
     def linear_backward_weights(x, y, dy, partial, images, count):
-        gs, values = cuda.local.array(AHEAD, f32), cuda.local.array(AHEAD, f32)
+        total, values = cuda.local.array(owned, f32), cuda.local.array(AHEAD, f32)
         i = u32(cuda.grid(1))
         if i < count:
-            s, k, o = split(i, rows, O)
-            total = ZERO
+            s, group, k = split(i, groups, rows)
+            o0 = u32(group * u32(owned))
+            for j in range(owned):
+                total[j] = ZERO
             n = s
             while n < images:
-                # ask for some images
-                for j in range(AHEAD):
-                    m = u32(n + j * slices_)
+                # ask for some images' inputs; the bias has 1 for its own
+                for a in range(AHEAD):
+                    m = u32(n + a * slices_)
                     some = m if m < images else n  # a load that is not needed is cheaper than a branch
-                    g = dy[offset(some, O, o)]
-                    if relu:
-                        g = g if y[offset(some, O, o)] > ZERO else ZERO
-                    gs[j] = g if m < images else ZERO
-                    values[j] = x[offset(some, D, k if k < D else u32(0))]
-                # add up their products; the bias has 1 for its input
-                for j in range(AHEAD):
-                    total += gs[j] * (values[j] if k < D else ONE)
+                    value = x[offset(some, D, k if k < D else u32(0))]
+                    values[a] = (value if k < D else ONE) if m < images else ZERO
+                # add up their products
+                for a in range(AHEAD):
+                    m = u32(n + a * slices_)
+                    some = m if m < images else n
+                    for j in range(owned):
+                        place = offset(some, O, min(u32(o0 + u32(j)), u32(O - u32(1))))
+                        g = dy[place]
+                        if relu:
+                            g = g if y[place] > ZERO else ZERO
+                        total[j] += g * values[a]
                 n = u32(n + AHEAD * slices_)
-            partial[i] = total
+            for j in range(owned):
+                o = u32(o0 + u32(j))
+                if o < O:
+                    partial[offset(s, rows, k, O, o)] = total[j]
 
     return Kernel(linear_backward_weights, "void(f4[::1], f4[::1], f4[::1], f4[::1], u4, u4)", BLOCK)
 

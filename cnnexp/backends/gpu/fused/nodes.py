@@ -26,6 +26,8 @@ from cnnexp.network import ConvStage, FlattenStage, LinearStage, Parameter, Stag
 from cnnexp.network.losses import Loss
 
 MOST_TAPS = 49  # K * K accumulators of a thread in registers
+TOGETHER = 4  # images that a thread of a linear layer takes at once
+ROWS = BLOCK // LANES
 SPARE_SHARED = 1024  # bytes of shared memory left to the compiler
 
 
@@ -106,6 +108,11 @@ class Context:
         return max(1, min(most, -(-2 * self.gpu.multiprocessors // blocks)))
 
 
+    def together(self, blocks: int) -> int:
+        """Return of how many blocks one may do the work so that every multiprocessor has two; at most `TOGETHER`."""
+        return max(1, min(TOGETHER, blocks // (2 * self.gpu.multiprocessors)))
+
+
 class FusedNode:
     """A part of the network: its outputs `y` and their gradient `dy`, (N, *shape); the gather has no gradient."""
 
@@ -167,7 +174,7 @@ def plan_conv(conv: ConvBlock, context: Context) -> ConvPlan | None:
     rows = -(-conv.U // context.splits(batch * -(-sizes.F // filters), conv.U))
     rows = fitting(rows, lambda r: conv.input_rows(r) * row + w_size <= room)
 
-    pairs, slices = min(sizes.C * sizes.F, BLOCK), min(batch, 2 * LANES)
+    pairs, slices = min(sizes.C * sizes.F, BLOCK), min(batch, 4 * LANES)
     weight_rows = -(-conv.U // context.splits(slices * -(-sizes.C * sizes.F // pairs), conv.U))
     weight_rows = fitting(weight_rows, lambda r: conv.input_rows(r) * row + (sizes.K**2 + 1) * BLOCK <= room)
 
@@ -233,21 +240,25 @@ class FusedLinear(FusedNode):
         self._before, self._D, self._O = before, D, O
         self._allocate(context, (O,))
         self._w = context.view(stage)
-        self._slices = context.splits(-(-self._w.size // BLOCK), -(-context.batch_size // LANES))
+        bias, batch, owned = stage.bias is not None, context.batch_size, linear_kernels.owned_of(O)
+        self._threads = (D + bias) * -(-O // owned)  # of a slice
+        self._slices = context.splits(-(-self._threads // BLOCK), -(-batch // (2 * linear_kernels.AHEAD)))
         self._partials = context.arena.take(stage, self._slices)
-        self._forward = linear_kernels.linear(D, O, stage.bias is not None, relu)
-        self._input = linear_kernels.linear_backward_input(D, O, relu)
-        self._weights = linear_kernels.linear_backward_weights(D, O, stage.bias is not None, relu, self._slices)
+        self._groups = -(-O // min(linear_kernels.lanes_of(O), LANES)), -(-D // LANES)
+        self._images = context.together(batch * self._groups[0]), context.together(batch * self._groups[1] // ROWS)
+        self._forward = linear_kernels.linear(D, O, bias, relu, self._images[0])
+        self._input = linear_kernels.linear_backward_input(D, O, relu, self._images[1])
+        self._weights = linear_kernels.linear_backward_weights(D, O, bias, relu, self._slices)
 
     def forward(self, step: BatchStep) -> None:
-        blocks = step.count * -(-self._O // LANES)
-        self._forward.launch(blocks, step.stream, self._before.y, self._w, self.y)
+        blocks = self._groups[0] * -(-step.count // self._images[0])
+        self._forward.launch(blocks, step.stream, self._before.y, self._w, self.y, u32(step.count))
 
     def backward(self, step: BatchStep) -> None:
         arrays = self._before.y, self.y, self.dy, self._partials.memory
-        self._weights.over(self._slices * self._w.size, step.stream, *arrays, u32(step.count))
+        self._weights.over(self._slices * self._threads, step.stream, *arrays, u32(step.count))
         if self._before.dy is not None:
-            blocks = -(-self._D // LANES) * -(-step.count // (BLOCK // LANES))
+            blocks = self._groups[1] * -(-step.count // (ROWS * self._images[1]))
             self._input.launch(blocks, step.stream, self._w, self.y, self.dy, self._before.dy, u32(step.count))
 
 
