@@ -16,8 +16,8 @@ from cnnexp.backends.gpu.kernels.index import ONE, ZERO, f32, offset, split, u32
 from cnnexp.backends.gpu.launch import Kernel
 
 WIDE_BLOCK = 512  # threads, for the few, long sums of a layer's outputs
-AHEAD = 4  # numbers of a row that a thread asks for before it waits for the first
-OWNED = 16  # the most outputs whose gradients a thread of `linear_backward_weights` makes of an input
+AHEAD, FAR_AHEAD = 4, 8  # numbers of an output that a thread asks for before it waits for the first: of few threads, more
+OWNED = 4  # inputs of a thread of `linear_backward_weights`
 
 
 @cache
@@ -29,7 +29,7 @@ def linear(D: int, O: int, has_bias: bool, relu: bool, images: int) -> Kernel:  
 
     def linear(x, w, y, count):
         sums = cuda.shared.array(size, f32)
-        total, weights = cuda.local.array(images, f32), cuda.local.array(AHEAD, f32)
+        total, weights = cuda.local.array(images, f32), cuda.local.array(FAR_AHEAD, f32)
         t = u32(cuda.threadIdx.x)
         image_group, group = split(cuda.blockIdx.x, groups)
         part, lane = split(t, lanes)
@@ -39,14 +39,14 @@ def linear(D: int, O: int, has_bias: bool, relu: bool, images: int) -> Kernel:  
         # a thread's share of the products: a weight that it has loaded serves all images
         if o < O:
             k = part
-            while u32(k + u32((AHEAD - 1) * parts)) < D:
-                for j in range(AHEAD):
+            while u32(k + u32((FAR_AHEAD - 1) * parts)) < D:
+                for j in range(FAR_AHEAD):
                     weights[j] = w[offset(k, O, o) + offset(j, parts, 0, O, 0)]
                 for z in range(images):
                     n = n0 + u32(z) if n0 + u32(z) < count else n0  # a load too many is cheaper than a branch
-                    for j in range(AHEAD):
+                    for j in range(FAR_AHEAD):
                         total[z] += x[offset(n, D, k) + offset(j, parts, 0)] * weights[j]
-                k = u32(k + u32(AHEAD * parts))
+                k = u32(k + u32(FAR_AHEAD * parts))
             while k < D:
                 for z in range(images):
                     n = n0 + u32(z) if n0 + u32(z) < count else n0
@@ -126,51 +126,54 @@ def linear_backward_input(D: int, O: int, relu: bool, images: int) -> Kernel:  #
     return Kernel(linear_backward_input, "void(f4[::1], f4[::1], f4[::1], f4[::1], u4)", BLOCK)
 
 
-def owned_of(outputs: int) -> int:
-    """Return of how many outputs a thread of `linear_backward_weights` makes the gradients: even shares."""
-    return -(-outputs // -(-outputs // OWNED))
-
-
 @cache
 def linear_backward_weights(D: int, O: int, has_bias: bool, relu: bool, slices: int) -> Kernel:  # noqa: E741
-    """partial[s], as w: its gradient over the images s, s + slices, ...; a thread per input, some outputs and slice."""
-    rows, owned = u32(D + has_bias), owned_of(O)
-    groups = u32(-(-O // owned))
-    D, O, slices_ = u32(D), u32(O), u32(slices)  # noqa: E741
+    """partial[s], as w: its gradient over the images s, s + slices, ...; a thread makes OWNED inputs' of an output.
+
+    Threads side by side have outputs side by side, so that what they write is one piece.
+    """
+    rows, far = u32(D + has_bias), u32(inputs_apart(D + has_bias))
+    D, O, slices_, asked = u32(D), u32(O), u32(slices), OWNED * AHEAD  # noqa: E741
 
     def linear_backward_weights(x, y, dy, partial, images, count):
-        total, values = cuda.local.array(owned, f32), cuda.local.array(AHEAD, f32)
+        total, values = cuda.local.array(OWNED, f32), cuda.local.array(asked, f32)
+        gs, inputs = cuda.local.array(AHEAD, f32), cuda.local.array(OWNED, u32)
         i = u32(cuda.grid(1))
         if i < count:
-            s, group, k = split(i, groups, rows)
-            o0 = u32(group * u32(owned))
-            for j in range(owned):
-                total[j] = ZERO
+            s, k0, o = split(i, far, O)
+            total_b = ZERO
+            for j in range(OWNED):
+                k = offset(j, far, k0)
+                total[j], inputs[j] = ZERO, k if k < D else u32(0)
             n = s
             while n < images:
-                # ask for some images' inputs; the bias has 1 for its own
+                # ask for some images
                 for a in range(AHEAD):
                     m = u32(n + a * slices_)
                     some = m if m < images else n  # a load that is not needed is cheaper than a branch
-                    value = x[offset(some, D, k if k < D else u32(0))]
-                    values[a] = (value if k < D else ONE) if m < images else ZERO
-                # add up their products
+                    g = dy[offset(some, O, o)]
+                    if relu:
+                        g = g if y[offset(some, O, o)] > ZERO else ZERO
+                    gs[a] = g if m < images else ZERO
+                    for j in range(OWNED):
+                        values[a * OWNED + j] = x[offset(some, D, inputs[j])]
+                # add up their products; the bias has 1 for its input
                 for a in range(AHEAD):
-                    m = u32(n + a * slices_)
-                    some = m if m < images else n
-                    for j in range(owned):
-                        place = offset(some, O, min(u32(o0 + u32(j)), u32(O - u32(1))))
-                        g = dy[place]
-                        if relu:
-                            g = g if y[place] > ZERO else ZERO
-                        total[j] += g * values[a]
+                    total_b += gs[a]
+                    for j in range(OWNED):
+                        total[j] += gs[a] * values[a * OWNED + j]
                 n = u32(n + AHEAD * slices_)
-            for j in range(owned):
-                o = u32(o0 + u32(j))
-                if o < O:
-                    partial[offset(s, rows, k, O, o)] = total[j]
+            for j in range(OWNED):
+                k = offset(j, far, k0)
+                if k < rows:
+                    partial[offset(s, rows, k, O, o)] = total[j] if k < D else total_b
 
     return Kernel(linear_backward_weights, "void(f4[::1], f4[::1], f4[::1], f4[::1], u4, u4)", BLOCK)
+
+
+def inputs_apart(rows: int) -> int:
+    """Return how far apart the inputs of a thread of `linear_backward_weights` lie, of so many with the bias."""
+    return -(-rows // OWNED)
 
 
 @cache

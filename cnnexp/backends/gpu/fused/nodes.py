@@ -240,8 +240,8 @@ class FusedLinear(FusedNode):
         self._before, self._D, self._O = before, D, O
         self._allocate(context, (O,))
         self._w = context.view(stage)
-        bias, batch, owned = stage.bias is not None, context.batch_size, linear_kernels.owned_of(O)
-        self._threads = (D + bias) * -(-O // owned)  # of a slice
+        bias, batch = stage.bias is not None, context.batch_size
+        self._threads = linear_kernels.inputs_apart(D + bias) * O  # of a slice
         self._slices = context.splits(-(-self._threads // BLOCK), -(-batch // (2 * linear_kernels.AHEAD)))
         self._partials = context.arena.take(stage, self._slices)
         self._groups = -(-O // min(linear_kernels.lanes_of(O), LANES)), -(-D // LANES)
