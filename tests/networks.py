@@ -96,6 +96,7 @@ NETWORKS = {
     "residual_of_a_view": ((3,), (Linear(3), Residual((Sigmoid(), Residual((Flatten(),)))), Linear(3))),
     "residual_without_parameters": ((3,), (Residual((Sigmoid(),)), Linear(3), Residual((Tanh(), Sigmoid())))),
     "many_filters": ((5, 5, 3), (Conv2d(37, 3), ReLU(), MaxPool2d(3), Flatten(), Linear(11))),
+    "rows_unseen": ((1, 5, 2), (Conv2d(3, 1), Conv2d(3, 1, 3, "floor+1", groups=3), Conv2d(9, 1, 3, "floor+1"), *END)),
 }  # fmt: skip
 
 
@@ -184,9 +185,7 @@ convolutions = st.one_of(
     st.builds(Conv2d, st.integers(1, 5), *places),
     st.builds(Conv2d, st.integers(1, 6), *places, st.integers(1, 3), st.integers(1, 3)),
 )
-max_pools, avg_pools = (
-    st.builds(pool, sides, st.one_of(st.none(), sides), pool_paddings) for pool in (MaxPool2d, AvgPool2d)
-)
+max_pools, avg_pools = (st.builds(pool, sides, st.none() | sides, pool_paddings) for pool in (MaxPool2d, AvgPool2d))
 norms = st.builds(BatchNorm2d, st.sampled_from([0.1, 1.0]))
 plain_image_layers = st.one_of(convolutions, max_pools, avg_pools, elementwise, norms, st.just(Dropout(0.3)))
 

@@ -181,8 +181,8 @@ class ConvolutionNode(Node[Pixels, Pixels]):
         """Return the room around the gradient of the full convolution that the input's gradient needs."""
         sides = []
         for axis, count in enumerate(self.stage.output_shape[:2]):
-            places = [(at, at + phase.count) for phase in seen_by(self.stage, axis) for _, at in phase.taps]
-            sides.append((max(0, -min(at for at, _ in places)), max(0, max(end for _, end in places) - count)))
+            places = [(at, at + p.count) for p in seen_by(self.stage, axis) for _, at in p.taps] + [(0, count)]
+            sides.append((-min(at for at, _ in places), max(end for _, end in places) - count))  # no taps, no room
         (top, bottom), (left, right) = sides
         return Halo(top, left, bottom, right)
 
