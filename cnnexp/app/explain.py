@@ -18,6 +18,7 @@ from cnnexp.errors import ConfigError
 from cnnexp.measuring.explanation import Row, Side, rows, sentences, side_of, sides_of
 from cnnexp.measuring.ledger import Ledger, Profiled, report, report_beside
 from cnnexp.optimizers import OPTIMIZERS
+from cnnexp.system.table import rounded
 from cnnexp.tracking.events import read_journal
 from cnnexp.tracking.journal import PROFILE
 from cnnexp.training import checkpoint
@@ -121,7 +122,7 @@ def screen(sides: Sequence[Side], title: str, width: int = LINE, blocks: bool = 
         lines += _row(row, sides, lambda us: _bar(us / longest * bar, blocks))
     for i, side in enumerate(sides):
         name = "" if i else "the whole step"
-        lines.append(f"{name:{NAME}}{side.label[: SIDE - 1]:{SIDE}}{_number(side.us):>{US}}")
+        lines.append(f"{name:{NAME}}{side.label[: SIDE - 1]:{SIDE}}{rounded(side.us):>{US}}")
     for text in sentences(sides):
         lines += ["", *textwrap.wrap(text, width, break_on_hyphens=False)]
     return lines
@@ -136,7 +137,7 @@ def _row(row: Row, sides: Sequence[Side], bar_of: Any) -> list[str]:
         if found is not None:
             side, piece = found
             share = f"{piece.us / side.us:.1%}"
-            line += f"{side.label[: SIDE - 1]:{SIDE}}{_number(piece.us):>{US}}{share:>{SHARE + 1}} {bar_of(piece.us)}"
+            line += f"{side.label[: SIDE - 1]:{SIDE}}{rounded(piece.us):>{US}}{share:>{SHARE + 1}} {bar_of(piece.us)}"
         lines.append(line.rstrip())
     return lines
 
@@ -146,10 +147,6 @@ def _bar(length: float, blocks: bool) -> str:
         return "#" * round(length)
     whole, eighths = divmod(round(8 * length), 8)
     return EIGHTHS[8] * whole + (EIGHTHS[eighths] if eighths else "")
-
-
-def _number(us: float) -> str:
-    return f"{us:,.0f}" if us >= 1000 else f"{us:.3g}"
 
 
 def _read_profile(folder: Path) -> dict[str, Any] | None:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from cnnexp.measuring.ledger import BETWEEN, CALLS, STEP
 from cnnexp.measuring.roofline import roofs
+from cnnexp.system.table import rounded
 
 LARGEST = 4  # differences that are worth a sentence
 WORTH = 0.02  # share of the slower step from which a difference is
@@ -152,7 +153,7 @@ def _change(a: Piece, b: Piece, ours: Side, theirs: Side) -> str:
     text = f"{_possessive(a)} {went} from {us_text(b.us)} to {us_text(a.us)} an image, {_times(a.us, b.us)}"
     reasons = []
     if a.fewer and a.multiply_adds and b.multiply_adds > FEWER * a.multiply_adds:
-        reasons.append(f"{b.multiply_adds / a.multiply_adds:.3g} times fewer multiply-adds, since {a.fewer}")
+        reasons.append(f"{rounded(b.multiply_adds / a.multiply_adds)} times fewer multiply-adds, since {a.fewer}")
     if a.at_once and not b.at_once:
         reasons.append(f"{a.at_once} compute at once" if ours.device else f"an instruction takes {a.at_once} at once")
     if ours.threads > theirs.threads:
@@ -166,17 +167,17 @@ def _what_is_left(side: Side) -> str:
     text = f"Most of {side.label}'s step is {largest.name}, {largest.us / side.us:.0%}: {us_text(largest.us)}"
     if largest.flops and largest.bytes and side.limits:
         intensity, speed, most = largest.flops / largest.bytes, largest.gflops(), side.limits["gflops"]
-        text += f" at {speed:,.3g} GFLOP/s, "
+        text += f" at {rounded(speed)} GFLOP/s, "
         allowed = {where: min(most, intensity * width) for where, width in roofs(side.limits).items()}
         where = next((where for where, limit in allowed.items() if speed <= limit), None)
         nearest, roof = next(iter(allowed.items()))
         if where is None:
-            text += f"more than the {max(allowed.values()):,.3g} that was measured as the limit here"
+            text += f"more than the {rounded(max(allowed.values()))} that was measured as the limit here"
         elif where != nearest:
-            text += f"more than the {roof:,.3g} that {nearest} allows: much of what it reads is in the caches; "
+            text += f"more than the {rounded(roof)} that {nearest} allows: much of what it reads is in the caches; "
         if where is not None:
             bound = "arithmetic" if allowed[where] == most else where if where == nearest else f"the {where}"
-            text += f"{speed / allowed[where]:.0%} of the {allowed[where]:,.3g} that {bound} allows here"
+            text += f"{speed / allowed[where]:.0%} of the {rounded(allowed[where])} that {bound} allows here"
         text += f" ({intensity:.3g} FLOP a byte)"
     return f"{text}."
 
@@ -225,7 +226,7 @@ def _who(side: Side) -> str:
 
 
 def _times(ours: float, theirs: float) -> str:
-    return f"{theirs / ours:.3g} times less" if ours <= theirs else f"{ours / theirs:.3g} times more"
+    return f"{rounded(theirs / ours)} times less" if ours <= theirs else f"{rounded(ours / theirs)} times more"
 
 
 def us_text(us: float) -> str:

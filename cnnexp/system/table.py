@@ -103,6 +103,11 @@ def number(value: float | None) -> str:
     return f"{value:.{min(digits, 6)}f}"
 
 
+def rounded(value: float) -> str:
+    """Return a number with three significant digits, a large one whole."""
+    return f"{value:,.0f}" if value >= 999.5 else f"{value:.3g}"
+
+
 def _head(text: str, columns: int = 1) -> str:
     span = f' colspan="{columns}"' if columns > 1 else ""
     return f"<th{span}>{html.escape(text)}</th>"

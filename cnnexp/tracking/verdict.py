@@ -12,6 +12,7 @@ from typing import Any
 
 from cnnexp.measuring.confidence import Interval, median_interval
 from cnnexp.measuring.interference import Interference
+from cnnexp.system.table import rounded
 from cnnexp.training.loop import EpochResult
 
 Row = tuple[str, str]
@@ -62,7 +63,7 @@ def run_rows(
             rows.append(("speedup", f"{speedup(median_interval(ratios), 'epoch')}; {baseline} = 1"))
         if "speedup/amdahl_limit" in metrics:
             share, limit = metrics["speedup/parallel_share"], metrics["speedup/amdahl_limit"]
-            text = f"{limit:.3g} x, with its layers shared out, {share:.1%} of {baseline}'s step (Amdahl)"
+            text = f"{rounded(limit)} x, with its layers shared out, {share:.1%} of {baseline}'s step (Amdahl)"
             rows.append(("threads alone", text))
         images_per_s, epoch_s = metrics["throughput/median_images_per_s"], metrics["time/median_epoch_s"]
         text = f"{images_per_s:,.0f} images/s, {epoch_s:.3g} s an epoch"
@@ -88,13 +89,14 @@ def run_rows(
 
 def speedup(interval: Interval, unit: str) -> str:
     """Return e.g. `9.31 x (median of 10 epochs; 8.9 to 9.6 with 98 % confidence; all 7.2 to 9.8)`."""
+    every = interval.least, interval.low, interval.median, interval.high, interval.most
+    least, low, median, high, most = map(rounded, every)
     if interval.count == 1:
-        return f"{interval.median:.3g} x (one {unit}: how sure is not known)"
-    everything = f"{interval.least:.3g} to {interval.most:.3g}"
-    sure = f"{interval.low:.3g} to {interval.high:.3g} with {interval.confidence:.0%} confidence; all {everything}"
+        return f"{median} x (one {unit}: how sure is not known)"
+    sure = f"{low} to {high} with {interval.confidence:.0%} confidence; all {least} to {most}"
     if interval.count < MORE_EPOCHS:
-        sure = f"{everything}, too few for an interval"
-    return f"{interval.median:.3g} x (median of {interval.count} {unit}s; {sure})"
+        sure = f"{least} to {most}, too few for an interval"
+    return f"{median} x (median of {interval.count} {unit}s; {sure})"
 
 
 def machine(interference: Interference | None) -> str:

@@ -121,8 +121,8 @@ def test_memory_may_be_what_bounds():
     assert "more than the 30 that was measured as the limit here" in sentences([side_of(faster)])[0]
     cached = {**faster, "machine": {**LIMITS, "l3_gb_per_s": 2e3, "l1_gb_per_s": 4e4, "gflops": 2e3}}
     assert sentences([side_of(cached)])[0].endswith(
-        "at 1e+03 GFLOP/s, more than the 30 that memory allows: much of what it reads is in the caches; 50% of the "
-        "2e+03 that arithmetic allows here (3 FLOP a byte)."
+        "at 1,000 GFLOP/s, more than the 30 that memory allows: much of what it reads is in the caches; 50% of the "
+        "2,000 that arithmetic allows here (3 FLOP a byte)."
     )
     denser = {**faster, "layers": [layer("linear1", "backward", 9.0, 1, 9e12, 3e10)]}
     assert "more than the 100 that was measured as the limit here (300 FLOP" in sentences([side_of(denser)])[0]

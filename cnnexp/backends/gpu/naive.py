@@ -91,13 +91,13 @@ class NaiveOps:
         layers.max_pool(pool_sizes(x, window, y), self._block).over(y.size, self.stream, x, y, saved)
 
     def max_pool_backward(self, saved: Any, dy: Tensor, window: Window, dx: Tensor) -> None:
-        layers.max_pool_backward(pool_sizes(dx, window, dy), self._block).over(dx.size, self.stream, saved, dy, dx)
+        layers.pool_backward(pool_sizes(dx, window, dy), self._block, True).over(dx.size, self.stream, saved, dy, dx)
 
     def avg_pool(self, x: Tensor, window: Window, y: Tensor) -> None:
         layers.avg_pool(pool_sizes(x, window, y), self._block).over(y.size, self.stream, x, y)
 
     def avg_pool_backward(self, dy: Tensor, window: Window, dx: Tensor) -> None:
-        layers.avg_pool_backward(pool_sizes(dx, window, dy), self._block).over(dx.size, self.stream, dy, dx)
+        layers.pool_backward(pool_sizes(dx, window, dy), self._block, False).over(dx.size, self.stream, dy, dy, dx)
 
     def add(self, a: Tensor, b: Tensor, total: Tensor) -> None:
         layers.combine(False, self._block).over(total.size, self.stream, a, b, total)

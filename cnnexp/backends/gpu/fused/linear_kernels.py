@@ -16,13 +16,13 @@ from cnnexp.backends.gpu.kernels.index import ONE, ZERO, f32, offset, split, u32
 from cnnexp.backends.gpu.launch import Kernel
 
 WIDE_BLOCK = 512  # threads, for the few, long sums of a layer's outputs
-AHEAD, FAR_AHEAD = 4, 8  # numbers of an output that a thread asks for before it waits for the first: of few threads, more
+AHEAD, FAR_AHEAD = 4, 8  # products of a sum whose factors a thread asks for at once: where threads are few, more
 OWNED = 4  # inputs of a thread of `linear_backward_weights`
 
 
 @cache
 def linear(D: int, O: int, has_bias: bool, relu: bool, images: int) -> Kernel:  # noqa: E741
-    """y = relu(x @ w + b): a block makes up to LANES outputs of some images, its threads share out each one's products."""
+    """y = relu(x @ w + b): a block makes up to LANES outputs of some images, its threads share out the products."""
     lanes = u32(min(lanes_of(O), LANES))
     parts, block, size = u32(WIDE_BLOCK // int(lanes)), u32(WIDE_BLOCK), images * WIDE_BLOCK
     D, O, Z, groups = u32(D), u32(O), u32(images), u32(-(-O // int(lanes)))  # noqa: E741
@@ -132,12 +132,11 @@ def linear_backward_weights(D: int, O: int, has_bias: bool, relu: bool, slices: 
 
     Threads side by side have outputs side by side, so that what they write is one piece.
     """
-    rows, far = u32(D + has_bias), u32(inputs_apart(D + has_bias))
-    D, O, slices_, asked = u32(D), u32(O), u32(slices), OWNED * AHEAD  # noqa: E741
+    rows, far = u32(D + has_bias), u32(-(-(D + has_bias) // OWNED))
+    D, O, slices_ = u32(D), u32(O), u32(slices)  # noqa: E741
 
     def linear_backward_weights(x, y, dy, partial, images, count):
-        total, values = cuda.local.array(OWNED, f32), cuda.local.array(asked, f32)
-        gs, inputs = cuda.local.array(AHEAD, f32), cuda.local.array(OWNED, u32)
+        total, inputs = cuda.local.array(OWNED, f32), cuda.local.array(OWNED, u32)
         i = u32(cuda.grid(1))
         if i < count:
             s, k0, o = split(i, far, O)
@@ -147,21 +146,17 @@ def linear_backward_weights(D: int, O: int, has_bias: bool, relu: bool, slices: 
                 total[j], inputs[j] = ZERO, k if k < D else u32(0)
             n = s
             while n < images:
-                # ask for some images
+                # some images at a time, so that their loads are under way together; the bias has 1 for its input
                 for a in range(AHEAD):
                     m = u32(n + a * slices_)
                     some = m if m < images else n  # a load that is not needed is cheaper than a branch
                     g = dy[offset(some, O, o)]
                     if relu:
                         g = g if y[offset(some, O, o)] > ZERO else ZERO
-                    gs[a] = g if m < images else ZERO
+                    g = g if m < images else ZERO
+                    total_b += g
                     for j in range(OWNED):
-                        values[a * OWNED + j] = x[offset(some, D, inputs[j])]
-                # add up their products; the bias has 1 for its input
-                for a in range(AHEAD):
-                    total_b += gs[a]
-                    for j in range(OWNED):
-                        total[j] += gs[a] * values[a * OWNED + j]
+                        total[j] += g * x[offset(some, D, inputs[j])]
                 n = u32(n + AHEAD * slices_)
             for j in range(OWNED):
                 k = offset(j, far, k0)
@@ -169,11 +164,6 @@ def linear_backward_weights(D: int, O: int, has_bias: bool, relu: bool, slices: 
                     partial[offset(s, rows, k, O, o)] = total[j] if k < D else total_b
 
     return Kernel(linear_backward_weights, "void(f4[::1], f4[::1], f4[::1], f4[::1], u4, u4)", BLOCK)
-
-
-def inputs_apart(rows: int) -> int:
-    """Return how far apart the inputs of a thread of `linear_backward_weights` lie, of so many with the bias."""
-    return -(-rows // OWNED)
 
 
 @cache

@@ -107,7 +107,6 @@ class Context:
         """Return into how many parts to split `blocks` blocks so that every multiprocessor has two; at most `most`."""
         return max(1, min(most, -(-2 * self.gpu.multiprocessors // blocks)))
 
-
     def together(self, blocks: int) -> int:
         """Return of how many blocks one may do the work so that every multiprocessor has two; at most `TOGETHER`."""
         return max(1, min(TOGETHER, blocks // (2 * self.gpu.multiprocessors)))
@@ -237,11 +236,11 @@ class FusedLinear(FusedNode):
 
     def __init__(self, context: Context, stage: LinearStage, relu: bool, before: FusedNode) -> None:
         D, O = stage.weight.shape  # noqa: E741
-        self._before, self._D, self._O = before, D, O
+        self._before = before
         self._allocate(context, (O,))
         self._w = context.view(stage)
         bias, batch = stage.bias is not None, context.batch_size
-        self._threads = linear_kernels.inputs_apart(D + bias) * O  # of a slice
+        self._threads = -(-(D + bias) // linear_kernels.OWNED) * O  # of a slice
         self._slices = context.splits(-(-self._threads // BLOCK), -(-batch // (2 * linear_kernels.AHEAD)))
         self._partials = context.arena.take(stage, self._slices)
         self._groups = -(-O // min(linear_kernels.lanes_of(O), LANES)), -(-D // LANES)

@@ -186,11 +186,14 @@ def max_pool(sizes: ConvSizes, block: int) -> Kernel:
 
 
 @cache
-def max_pool_backward(sizes: ConvSizes, block: int) -> Kernel:
-    """One thread per input pixel, which adds up the windows whose argmax it is: no two threads write one element."""
+def pool_backward(sizes: ConvSizes, block: int, maximum: bool) -> Kernel:
+    """One thread per input pixel, which adds up what windows give it: no two threads write one element.
+
+    A `maximum` gives all of dy to its argmax, a mean a share to each pixel that exists; it ignores `argmax`.
+    """
     H, W, C, S, _, stride, top, left, U, V, *_ = unsigned(sizes)
 
-    def max_pool_backward(argmax, dy, dx, count):
+    def pool_backward(argmax, dy, dx, count):
         i = u32(cuda.grid(1))
         if i < count:
             n, h, w, c = split(i, H, W, C)
@@ -198,16 +201,21 @@ def max_pool_backward(sizes: ConvSizes, block: int) -> Kernel:
             total = ZERO
             u = first_window(row, S, stride)
             while u < U and u32(u * stride) <= row:
+                high = u32(min(u32(u * stride + S), u32(H + top)) - max(u32(u * stride), top))
                 v = first_window(col, S, stride)
                 while v < V and u32(v * stride) <= col:
                     place = offset(n, U, u, V, v, C, c)
-                    if u32(argmax[place]) == offset(u32(row - u * stride), S, u32(col - v * stride)):
-                        total += dy[place]
+                    if maximum:
+                        if u32(argmax[place]) == offset(u32(row - u * stride), S, u32(col - v * stride)):
+                            total += dy[place]
+                    else:
+                        wide = u32(min(u32(v * stride + S), u32(W + left)) - max(u32(v * stride), left))
+                        total += dy[place] / f32(u32(high * wide))
                     v = u32(v + 1)
                 u = u32(u + 1)
             dx[i] = total
 
-    return Kernel(max_pool_backward, "void(i4[::1], f4[::1], f4[::1], u4)", block)
+    return Kernel(pool_backward, f"void({'i4' if maximum else 'f4'}[::1], f4[::1], f4[::1], u4)", block)
 
 
 @cache
@@ -229,31 +237,6 @@ def avg_pool(sizes: ConvSizes, block: int) -> Kernel:
             y[i] = total / f32(inside)
 
     return Kernel(avg_pool, "void(f4[::1], f4[::1], u4)", block)
-
-
-@cache
-def avg_pool_backward(sizes: ConvSizes, block: int) -> Kernel:
-    """One thread per input pixel, which adds up its share of every window that holds it."""
-    H, W, C, S, _, stride, top, left, U, V, *_ = unsigned(sizes)
-
-    def avg_pool_backward(dy, dx, count):
-        i = u32(cuda.grid(1))
-        if i < count:
-            n, h, w, c = split(i, H, W, C)
-            row, col = u32(h + top), u32(w + left)  # in the padded image
-            total = ZERO
-            u = first_window(row, S, stride)
-            while u < U and u32(u * stride) <= row:
-                high = u32(min(u32(u * stride + S), u32(H + top)) - max(u32(u * stride), top))
-                v = first_window(col, S, stride)
-                while v < V and u32(v * stride) <= col:
-                    wide = u32(min(u32(v * stride + S), u32(W + left)) - max(u32(v * stride), left))
-                    total += dy[offset(n, U, u, V, v, C, c)] / f32(u32(high * wide))
-                    v = u32(v + 1)
-                u = u32(u + 1)
-            dx[i] = total
-
-    return Kernel(avg_pool_backward, "void(f4[::1], f4[::1], u4)", block)
 
 
 @cache
