@@ -24,6 +24,7 @@ import json
 import math
 import multiprocessing
 import platform
+import re
 import statistics
 import sys
 import time
@@ -600,7 +601,8 @@ def save(report: dict[str, Any], path: Path) -> None:
     """Write the report, in the place of what was written of it before."""
     path.parent.mkdir(parents=True, exist_ok=True)
     whole = path.with_name(f"{path.name}.part")
-    whole.write_text(json.dumps(report, indent=1) + "\n")
+    text = re.sub(r"\[[^][{}]*\]|\{[^][{}]*\}", lambda flat: " ".join(flat[0].split()), json.dumps(report, indent=1))
+    whole.write_text(text + "\n")
     whole.replace(path)
 
 

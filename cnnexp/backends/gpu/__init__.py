@@ -1,1 +1,1 @@
-"""Backends of Numba CUDA kernels. None of them has met a GPU yet."""
+"""Backends of Numba CUDA kernels. docs/gpu.md says what a GPU has run of them."""
