@@ -42,6 +42,8 @@ STEP = {
 }
 """The parts of a step besides the layers', by name: `wait` is for the other threads."""
 
+CHAIN = 2
+"""Sums of Residuals, one after the other, that are made again of one that is kept."""
 FEWEST_IN_A_TILE = 2
 """Part of a vector that a tile of images has room for at least: `predict` takes as many at once."""
 
@@ -184,12 +186,15 @@ class Plan:
         x = self._tensor(NC if flat else nodes[0].input_layout or Blocked, shape, halo)
         first, dx, rooms = self._first_trained, cast(Tensor | None, None), Rooms()
         for i, node in enumerate(nodes):
+            if isinstance(node, Split):
+                node.sum = _end(nodes, i)
+                node.sum.split = node
+        for i, node in enumerate(nodes):
             node.x, node.dx = x, dx
             kind = node.output_layout or type(x)
             if isinstance(node, Split):
                 node.y, node.dy = _like(x, kind), _like(dx, kind)
-                node.sum = _end(nodes, i)
-                node.sum.split, x, dx = node, node.y, node.dy
+                x, dx = node.y, node.dy
                 continue
             # in lanes nothing flattens but a change of layout: what is elementwise after a Flatten keeps the image
             shape = x.shape if isinstance(node, ElementwiseNode) and isinstance(x, Blocked) else node.shape
@@ -226,7 +231,7 @@ class Plan:
         """Return the steps that use a node's output; None where its room is for it alone.
 
         Where a share is many tiles, the output of a normalization is not kept but made again, which is noted here, and
-        so is every second sum.
+        so are `CHAIN` sums of `CHAIN` + 1.
         """
         if i + 1 == len(nodes) or (self._cuts and _reader(nodes, i).input_layout is NC):
             return None  # what rounds up a row must stay 0
@@ -241,25 +246,30 @@ class Plan:
             self._again[self._backward(last)] = [node]
             return [(i, last), (self._backward(last), self._backward(last))]
         if again := self._made_again(nodes, i):
-            self._again |= {step: [nodes[i - 1], node] for step in again}
-            forward, backward = again
-            return [(i, i + 2), (forward, forward), (backward, backward + 1)]
+            self._again |= dict.fromkeys(again[:2], self._chain(nodes, i))
+            return [(i, i + 2), (again[1], again[1] + 1), *((step, step) for step in again)]
         return [(i, self._backward(_start(nodes, i) if node.keeps_y or last > i + 1 else last))]
 
     def _made_again(self, nodes: list[Node], i: int) -> list[int]:
-        """Return the steps for which a sum is made again: where the sum after it takes it, and where a layer goes back.
+        """Return the steps for which a sum is made again; none if it is kept.
 
-        It is of a normalization, whose input is kept, and a tensor that is kept: the sum before is not made again.
+        Where the sum after it takes it and where a layer goes back; then those for which the sum after it is.
         """
+        if not self._chain(nodes, i):
+            return []
+        after = nodes.index(_end(nodes, i + 1))
+        longer = len(self._chain(nodes, after)) > len(self._chain(nodes, i))
+        return [after, self._backward(i + 2), *(self._made_again(nodes, after) if longer else ())]
+
+    def _chain(self, nodes: list[Node], i: int) -> list[Node]:
+        """Return what makes a sum again, of a tensor that is kept: `CHAIN` sums at most, each of a normalization."""
         node, after = nodes[i], nodes[i + 1 : i + 3]
         if self.owns or not self._cuts or not isinstance(node, Sum) or not isinstance(nodes[i - 1], BatchNormNode):
             return []
         if [isinstance(reader, Split) for reader in after] != [True, False] or i + 2 in self._cuts:
             return []
-        before = nodes[nodes.index(node.split) - 1]
-        if any(before in made for made in self._again.values()):
-            return []
-        return [nodes.index(_end(nodes, i + 1)), self._backward(i + 2)]
+        before = self._chain(nodes, nodes.index(node.split) - 1)
+        return [*before, nodes[i - 1], node] if len(before) < 2 * CHAIN else []
 
     def _room(self, rooms: Rooms, kind: type[Tensor], shape: Shape, halo: Halo, used: Steps | None) -> Tensor:
         """Return a tensor that is used in these steps: where another one lies that is not used then, if there is.
