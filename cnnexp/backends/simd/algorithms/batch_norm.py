@@ -10,7 +10,8 @@ Where a share is many tiles, the output is not kept either: a convolution that r
 again just before (Chen, Xu, Zhang and Guestrin 2016), in the scratch buffer. One thread, batch 128, Zen 4: MobileNet
 takes 0.85 of the time, ResNet-20 0.93; on two threads tiles take 0.57 and 0.76 of the memory. What a tile keeps for
 both passes lies where other tensors lay before or will: 0.88 and 0.87 of that. Of Residuals that end with a
-normalization every second sum is made again, for the next sum and on the way back: ResNet-56 takes 0.82 of that.
+normalization every second sum, or two of three, is made again, for the next sum and on the way back: ResNet-56 takes
+0.78 of that.
 """
 
 from __future__ import annotations

@@ -113,8 +113,7 @@ class SimdProgram(Program[LoadedSplit]):
         with ThreadPoolExecutor(1) as beside:  # the two compile at once
             forward = beside.submit(ForwardProgram, network, loss, optimizer, PREDICTED, target, threads)
             try:
-                share = plan.share + (not plan.owns)
-                self._work = _function((network, loss, optimizer, target, plan.vectors, share))
+                self._work = _function((network, loss, optimizer, target, plan.vectors, plan.least))
                 self._forward = forward.result()
             except BaseException:
                 child.end_all()  # Ctrl-C, too, is not to wait for what compiles beside
@@ -299,9 +298,8 @@ class ForwardProgram(Program[np.ndarray]):
         floats = batch_size * sum(math.prod(stage.output_shape) for stage in network.stages)
         together = 4 * network.parameter_count > target.l2_bytes and network.parameter_count > HEAVY * floats
         plan = make_plan(self._folded.network, target, batch_size if together else -(-batch_size // threads))
-        share = plan.share + (not plan.owns)
         described = self._folded.network, Loss.SOFTMAX_CROSS_ENTROPY, SGD()  # whatever it is trained by
-        self._work = _function((*described, target, plan.vectors, share))
+        self._work = _function((*described, target, plan.vectors, plan.least))
         self._rows, self._layout, self._outputs = plan.explain(1), plan.parameters, plan.scores.size
         self._parameters, self._arenas = aligned_zeros((plan.parameters.size,)), plan.arena.make(threads)
         self._calls, self._state = Calls(plan.nodes, plan, self._arenas), network.initial_state(0)
