@@ -43,7 +43,7 @@ STEP = {
 """The parts of a step besides the layers', by name: `wait` is for the other threads."""
 
 MANY_TILES = 8
-"""Tiles of a share from which on two sums of three are made again, not one of two: 5 % less memory, 1 to 2 % slower."""
+"""Tiles of a share from which on two sums of three are made again, not one of two: 5 % less memory, 1 % slower."""
 FEWEST_IN_A_TILE = 2
 """Part of a vector that a tile of images has room for at least: `predict` takes as many at once."""
 
