@@ -47,6 +47,7 @@ MAKES_KEYS = re.compile(r"oc\.(create|decode)|_target_")
 LOGGING = {"logging.StreamHandler", "logging.FileHandler", "logging.NullHandler", "colorlog.ColoredFormatter"}
 LOG_FILE = "${hydra.runtime.output_dir}/${hydra.job.name}.log"  # in the run's folder: lines in another may be code
 STREAMS = {"ext://sys.stdout", "ext://sys.stderr"}
+NAMES = ("hydra.output_subdir", "hydra.job.name")  # of a run's folder and of its files
 AS_TYPED = ("hydra.overrides", "hydra.job.override_dirname")  # the command line, as text
 
 # all that may follow a $ in a file that is not trusted: a value of a section that holds no address, and three resolvers
@@ -68,6 +69,13 @@ FROM_FILES = {
     r"tracking\.name": r"mlflow|none",
     r"tracking\.uri": r"null|https?://[\w.-]+(:\d+)?(/[\w./-]*)?",
     r"tracking\.(experiment|run_name)": r".*",
+}
+# how these say what is legal of a key: the first that it begins with
+LEGAL = {
+    r"hydra\.(run|sweep)\.dir$": "it must be ${outputs:}/NAME, NAME may hold ${now:%Y-%m-%d}",
+    r"hydra": "legal of hydra: mode, run.dir, sweep.dir, counts and plain names of sweeper and launcher",
+    r"tracking\.uri$": "it must be http://HOST:PORT or null",
+    r"tracking": "legal: name, uri, experiment, run_name",
 }
 RERUN = "--experimental-rerun"  # unpickles a file
 STORE = "CNNEXP_STORE_URI"
@@ -128,14 +136,15 @@ def check_placed(values: Any, file: Path) -> None:
         if key.partition(".")[0] not in ("hydra", "tracking"):
             continue
         text = "null" if value is None else str(value)
-        legal = [rule for name, rule in FROM_FILES.items() if re.fullmatch(name, key)]
+        rules = [rule for name, rule in FROM_FILES.items() if re.fullmatch(name, key)]
         if key == "tracking.uri" and may_hold_secret(text):
             raise ConfigError(
                 f"{file}: tracking.uri: refused; what it holds besides a host would be copied beside every run: "
                 "type tracking.uri=STORE, or tracking.uri='${oc.env:NAME}' and set the variable NAME"
             )
-        if not legal or not re.fullmatch(legal[0], text):
-            raise ConfigError(f"{file}: {key}={value!r}: refused; in a file, {_legal(key)}; else type it")
+        if not rules or not re.fullmatch(rules[0], text):
+            legal = next(said for name, said in LEGAL.items() if re.match(name, key))
+            raise ConfigError(f"{file}: {key}={value!r}: refused; in a file, {legal}; else type it")
 
 
 def check_composed(config: Mapping[str, Any]) -> None:
@@ -148,20 +157,15 @@ def check_composed(config: Mapping[str, Any]) -> None:
         ours = place is not None and isinstance(item, str) and item in TARGETS[place[1] or place[2] or place[3]]
         if (key in INSTANTIATE and not ours) or (isinstance(item, str) and MAKES_KEYS.search(item)):
             raise ConfigError(f"{here}={item!r}: refused; a config runs no code but what ships with cnnexp")
-    hydra = config.get("hydra")
-    if isinstance(hydra, Mapping):
-        _check_logging({section: hydra.get(section) for section in ("job_logging", "hydra_logging")})
-        _check_job(hydra, hydra.get("job"))
-
-
-def _legal(key: str) -> str:
-    if re.fullmatch(r"hydra\.(run|sweep)\.dir", key):
-        return "it must be ${outputs:}/NAME, NAME may hold ${now:%Y-%m-%d}"
-    if key == "tracking.uri":
-        return "it must be http://HOST:PORT or null"
-    if key.startswith("tracking."):
-        return "legal: name, uri, experiment, run_name"
-    return "legal of hydra: mode, run.dir, sweep.dir, counts and plain names of sweeper and launcher"
+        if re.match(r"hydra\.(job|hydra)_logging\b", here):
+            _check_logging(here, key, item)
+        if here == "hydra.job.env_set" and item:
+            raise ConfigError(
+                f"{here}={item!r}: refused; a variable may name code, which processes of the run would load: set it "
+                "where you type the command"
+            )
+        if here in NAMES and item is not None and not re.fullmatch(r"(?!\.+$)[\w. -]+", str(item)):
+            raise ConfigError(f"{here}={item!r}: refused; legal: a plain name, which stays in the run's folder")
 
 
 def _nodes(node: yaml.Node, known: dict[int, int]) -> int:
@@ -198,28 +202,13 @@ def _check_texts(node: yaml.Node, path: Path, defaults: bool = False) -> None:
         _check_texts(child, path, defaults or (key is not None and key.value == "defaults"))
 
 
-def _check_logging(sections: Mapping[str, Any]) -> None:
+def _check_logging(here: str, key: Any, item: Any) -> None:
     """Refuse what `logging.config` would import or call, and what stands for something that is not looked at."""
-    for here, key, item in _walk(sections, "hydra."):
-        named = isinstance(item, str) and re.match(r"(ext|cfg)://|\$\{", item) and item not in STREAMS
-        named = named and key not in ("filename", "level")
-        if key == "filename" and item != LOG_FILE:
-            raise ConfigError(f"{here}={item!r}: refused; legal: {LOG_FILE}")
-        if named or (key in ("class", "()", "factory") and item not in LOGGING):
-            raise ConfigError(f"{here}={item!r}: refused; legal: {', '.join(sorted(LOGGING | STREAMS))}")
-
-
-def _check_job(hydra: Mapping[str, Any], job: Any) -> None:
-    """Refuse variables for the job's processes, and names of its files that lead out of its folder."""
-    job = job if isinstance(job, Mapping) else {}
-    if job.get("env_set"):
-        raise ConfigError(
-            f"hydra.job.env_set={job['env_set']!r}: refused; a variable may name code, which processes of the run "
-            "would load: set it where you type the command"
-        )
-    for key, name in (("output_subdir", hydra.get("output_subdir")), ("job.name", job.get("name"))):
-        if name is not None and not re.fullmatch(r"(?!\.+$)[\w. -]+", str(name)):
-            raise ConfigError(f"hydra.{key}={name!r}: refused; legal: a plain name, which stays in the run's folder")
+    if key == "filename" and item != LOG_FILE:
+        raise ConfigError(f"{here}={item!r}: refused; legal: {LOG_FILE}")
+    named = isinstance(item, str) and re.match(r"(ext|cfg)://|\$\{", item) and item not in STREAMS
+    if (named and key not in ("filename", "level")) or (key in ("class", "()", "factory") and item not in LOGGING):
+        raise ConfigError(f"{here}={item!r}: refused; legal: {', '.join(sorted(LOGGING | STREAMS))}")
 
 
 def _walk(value: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
