@@ -21,20 +21,16 @@ EXPERIMENTS = {
     "castanheira_fig2_batch": Experiment(
         title="Epoch time against batch size, 256 filters",
         source="Castanheira and Ingelse (2021), figure 2, left",
-        quantity="epoch time (s)",
         lines=LINES,
         columns=over("trainer.batch_size", (100, 250, 500, 1000)),
-        figure="lines",
         axis="batch size",
         notes=NOTES,
     ),
     "castanheira_fig2_filters": Experiment(
         title="Epoch time against number of filters, batch 1000",
         source="Castanheira and Ingelse (2021), figure 2, right",
-        quantity="epoch time (s)",
         lines=LINES,
         columns=over("model.filters", (32, 64, 128, 256)),
-        figure="lines",
         axis="filters",
         top=("parameters", tuple(1700 * d + 10 for d in (32, 64, 128, 256))),
         notes=NOTES,
@@ -42,16 +38,14 @@ EXPERIMENTS = {
     "castanheira_fig3": Experiment(
         title="Epoch time over a hundred epochs",
         source="Castanheira and Ingelse (2021), figure 3",
-        quantity="epoch time (s)",
         lines=LINES,
         columns=(Column("median epoch (s)"), Column("test accuracy (%)", measure=accuracy)),
-        figure="epochs",
+        by_epoch="time/epoch_s",
         notes=NOTES,
     ),
     "fusion": Experiment(
         title="What castanheira's future work brings, step by step",
         source="Castanheira and Ingelse (2021), section 6, built here",
-        quantity="epoch time (s)",
         lines=(
             Line("CPU as published: cpu-published", on("cpu-published")),
             Line("+ place of the maximum kept: cpu-published-argmax", on("cpu-published-argmax")),

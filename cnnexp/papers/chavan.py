@@ -22,7 +22,6 @@ EXPERIMENTS = {
             for what in ("forward", "backward")
         ),
         columns=over("dataset.height", SIDES),
-        figure="lines",
         axis="side of the image (pixels)",
         notes=(
             "The layers are those of 5-50-100-10. As the first layer of its network the convolution computes no "
@@ -39,14 +38,12 @@ EXPERIMENTS = {
         ),
         columns=over("dataset.height", SIDES),
         measure=layer_ms("conv1"),
-        figure="lines",
         axis="side of the image (pixels)",
         notes=("The convolution is that of 5-50-100-10.", GPU_NOTE),
     ),
     "chavan_fig3": Experiment(
         title="Training time of several K-N-M-10 networks",
         source="Chavan and Kulkarni, figure 3",
-        quantity="epoch time (s)",
         lines=(
             Line("CPU: cpu", on("cpu")),
             Line("ours: cpu-parallel", on("cpu-parallel")),
@@ -62,14 +59,12 @@ EXPERIMENTS = {
     "chavan_fig4": Experiment(
         title="Training time with several workers: images split, parameters averaged once an epoch",
         source="Chavan and Kulkarni, figure 4 (algorithm 4); cost model: its three constants",
-        quantity="epoch time (s)",
         lines=(
             Line("measured"),
             Line("cost model, before the run", measure=metric("cost_model/epoch_s")),
             Line("of it communicating, worker 0", measure=metric("workers/0/communicate_s")),
         ),
         columns=over("workers.count", (1, 2, 4, 8, 16), "{} workers"),
-        figure="lines",
         axis="workers",
         scaling=True,
         notes=(

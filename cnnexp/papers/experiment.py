@@ -6,7 +6,7 @@ such a job. The published numbers stand as printed; None stands where the paper 
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from cnnexp.papers.measures import Measure, epoch_s
 
@@ -34,19 +34,17 @@ class Column:
 
 @dataclass(frozen=True)
 class Experiment:
-    """One table or figure of a paper."""
+    """One table or figure of a paper, drawn as a panel per column and a bar per line; or over x; or over epochs."""
 
     title: str
     source: str  # paper and place
-    quantity: str  # what the numbers are, with their unit
     lines: tuple[Line, ...]
     columns: tuple[Column, ...]
     measure: Measure = epoch_s
-    # a panel per column and a bar per line; over the columns' x; or over epochs
-    figure: Literal["bars", "lines", "epochs"] = "bars"
-    axis: str = ""  # what the columns vary
+    quantity: str = "epoch time (s)"  # what the numbers are, with their unit
+    axis: str = ""  # what the columns vary: draws a line over their x
     top: tuple[str, tuple[float, ...]] | None = None  # a second horizontal axis: its name, its number for each column
-    by_epoch: str = "time/epoch_s"  # of figure `epochs`, the metric drawn
+    by_epoch: str = ""  # the metric to draw over epochs
     recall: bool = False  # adds a panel with the recall of each class
     scaling: bool = False  # adds a panel and a table with more workers and other links, by the cost model of its jobs
     notes: tuple[str, ...] = ()  # what differs from the paper, and why

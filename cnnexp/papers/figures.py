@@ -32,8 +32,9 @@ def draw(result: Result, folder: Path) -> None:
 
 
 def figure(result: Result) -> Figure:
-    drawn = {"bars": _bars, "lines": _lines, "epochs": _epochs}[result.experiment.figure](result)
-    entitle(drawn, result.experiment.title)
+    experiment = result.experiment
+    drawn = _lines(result) if experiment.axis else _epochs(result) if experiment.by_epoch else _bars(result)
+    entitle(drawn, experiment.title)
     return drawn
 
 

@@ -66,7 +66,6 @@ EXPERIMENTS = {
             Column(f"{size:,} training images", {"dataset.train_size": size}, x=size) for size in (6000, 20000, 60000)
         ),
         measure=accuracy,
-        figure="epochs",
         by_epoch="train/loss",
         recall=True,
         notes=(

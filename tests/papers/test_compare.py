@@ -28,7 +28,7 @@ def as_cells(experiment: Experiment, jobs) -> list[list[Cell]]:
 
 
 def test_cells_have_mean_spread_and_ratio_and_speedups_are_against_the_same_column():
-    table = Experiment("t", "s", "q", (Line("a", {"backend.name": "numpy"}, (25.0,)),), (Column("c"),), accuracy)
+    table = Experiment("t", "s", (Line("a", {"backend.name": "numpy"}, (25.0,)),), (Column("c"),), accuracy)
     (cell,) = as_cells(table, [make_job(accuracy=0.4), make_job(accuracy=0.6), make_job("cpu", accuracy=0.9)])[0]
     assert (cell.ours, cell.published, cell.ratio) == pytest.approx((50.0, 25.0, 2.0))
     assert cell.spread == pytest.approx(14.142, abs=1e-3)
@@ -38,12 +38,12 @@ def test_cells_have_mean_spread_and_ratio_and_speedups_are_against_the_same_colu
     columns = tuple(Column(str(n), {"model.filters": n}) for n in (1, 2))
     timed = (1, "cpu", 6.0), (1, "cpu-simd", 2.0), (2, "cpu", 8.0), (2, "cpu-simd", 1.0)
     jobs = [make_job(name, seconds=s, **{"model.filters": n}) for n, name, s in timed]
-    assert [cell.ours for cell in as_cells(Experiment("t", "s", "q", lines, columns), jobs)[0]] == [3.0, 8.0]
+    assert [cell.ours for cell in as_cells(Experiment("t", "s", lines, columns), jobs)[0]] == [3.0, 8.0]
 
 
 @each((LACKING, "not on this machine"), ("FAILED", "failed"), ("KILLED", "killed"), (None, "–"))
 def test_what_could_not_be_run_says_why(status, why):
-    table = Experiment("t", "s", "q", (Line("a", {"backend.name": "gpu-naive"}, (4.06,)),), (Column("c"),))
+    table = Experiment("t", "s", (Line("a", {"backend.name": "gpu-naive"}, (4.06,)),), (Column("c"),))
     (cell,) = as_cells(table, [make_job("gpu-naive", status=status)] if status else [])[0]
     assert texts(cell) == ("4.06", why, "")
 
@@ -69,7 +69,7 @@ def test_a_page_tells_on_how_many_images_an_epoch_was_timed():
 
 def test_only_columns_with_a_published_number_have_three_headings():
     columns = (Column("seconds"), Column("ours alone"))
-    table = Experiment("t", "s", "q", (Line("a", {}, (2.0,)), Line("b")), columns)
+    table = Experiment("t", "s", (Line("a", {}, (2.0,)), Line("b")), columns)
     cells = [[Cell(2.0, 1.0), Cell(None, 3.0)], [Cell(None, None, why="failed"), Cell(None, 4.0)]]
     shown = page.table_of(Result(table, (), cells, {}))
     assert shown.titles(": ")[1:] == ["seconds: paper", "seconds: ours", "seconds: ours / paper", "ours alone: ours"]

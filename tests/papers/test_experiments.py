@@ -27,7 +27,7 @@ def test_every_experiment_has_a_file_that_states_its_command():
 def test_no_line_has_more_numbers_than_columns_and_totals_are_sums():
     for experiment in EXPERIMENTS.values():
         assert all(len(line.published) <= len(experiment.columns) for line in experiment.lines)
-        assert experiment.figure != "lines" or all(column.x is not None for column in experiment.columns)
+        assert not experiment.axis or all(column.x is not None for column in experiment.columns)
 
     layers = [line.published for line in EXPERIMENTS["chavan_table1"].lines]
     sums = [sum(column[:-1]) - column[-1] for column in zip(*layers, strict=True)]
