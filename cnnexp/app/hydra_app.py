@@ -348,7 +348,9 @@ def _finish_sweep(started: sweep.SweepRecord, interrupted: bool) -> list[str]:
         if started.paper is not None:
             from cnnexp.papers import compare, page
 
-            console.print(page.screen(compare.compare(started.folder, started.paper), console.width))
+            result = compare.compare(started.folder, started.paper)
+            title = f"{result.experiment.title}\n{result.experiment.source}: {result.experiment.quantity}"
+            console.print(as_screen(page.table_of(result), title, console.width))
             console.print(f"The page: {started.folder / page.FOLDER / 'index.html'}", soft_wrap=True)
     if started.lost is not None:
         send = f"{program_name()} sync {folder} sends it"

@@ -1,25 +1,19 @@
-"""The page of a paper's table or figure, made again, as HTML and as Markdown; its table on the screen."""
-
-from __future__ import annotations
+"""The page of a paper's table or figure, made again, as HTML and as Markdown."""
 
 import html
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from cnnexp.papers.compare import Cell, Result, compare, scaling_label
-from cnnexp.system.table import Group, Table, as_html, as_markdown, as_screen, number
+from cnnexp.system.table import Group, Table, as_html, as_markdown, number
 from cnnexp.tracking.events import LACKING
-
-if TYPE_CHECKING:
-    import rich.table
 
 WIDE = 3  # columns with the paper's numbers beside ours; more get them in brackets
 SCALING = "More workers and other links, as the cost model has them"
 FOLDER = "report"  # of a sweep's folder: the page and its figures
 
 
-def write(folder: Path, key: str) -> Result:
+def write(folder: Path, key: str) -> None:
     """Write the report of a sweep into its folder: index.html, report.md, figure.png and figure.svg."""
     from cnnexp.papers.figures import draw  # matplotlib takes a while
 
@@ -29,7 +23,6 @@ def write(folder: Path, key: str) -> Result:
     draw(result, target)
     (target / "index.html").write_text(web_page(result, (target / "figure.svg").read_text(encoding="utf-8")), "utf-8")
     (target / "report.md").write_text(markdown(result), encoding="utf-8")
-    return result
 
 
 def texts(cell: Cell) -> tuple[str, str, str]:
@@ -77,12 +70,6 @@ def scaling_text(result: Result) -> str:
         "own and as many images in a step as one worker has. Measured at the start of the run with the fewest "
         f"workers: {', '.join(constants)}."
     )
-
-
-def screen(result: Result, width: int) -> rich.table.Table:
-    """Return the comparison as a table for a screen so many columns wide."""
-    experiment = result.experiment
-    return as_screen(table_of(result), f"{experiment.title}\n{experiment.source}: {experiment.quantity}", width)
 
 
 def markdown(result: Result) -> str:
