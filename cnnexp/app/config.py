@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -35,6 +35,9 @@ from cnnexp.workers import WORKERS, Workers
 SECTIONS = ("model", "backend", "optimizer", "dataset", "augment", "trainer", "workers", "tracking", "sweep")
 MAX_WHOLE = 2**63 - 1  # compiled code counts in int64
 MOST_SHOWN = 200  # characters of a value, in a message
+
+# in plain containers; unresolved, unless asked for, as what a config holds may lead nowhere, or to a secret
+container: Callable[..., Any] = OmegaConf.to_container
 
 
 @dataclass(frozen=True)
@@ -245,11 +248,12 @@ def convert(value: Any, hint: Any, key: str) -> Any:
         return build(hint, value, key)
     if hint is Any or (hint in (str, bool, type(None)) and isinstance(value, hint)):
         return value
-    if hint is int and _is_number(value, int):
+    number = not isinstance(value, bool)  # which Python takes for one
+    if hint is int and number and isinstance(value, int):
         if abs(value) <= MAX_WHOLE:
             return value
         raise ConfigError(f"{key}={show(value)}: must be a whole number of at most 2**63 - 1")
-    if hint is float and _is_number(value, int | float) and abs(value) <= LARGEST and in_float32(value):
+    if hint is float and number and isinstance(value, int | float) and abs(value) <= LARGEST and in_float32(value):
         return float(value)
     literals = [name for kind in (hint, *args) if typing.get_origin(kind) is Literal for name in typing.get_args(kind)]
     near = did_you_mean(value, literals) if isinstance(value, str) else ""
@@ -305,12 +309,3 @@ def _describe(hint: Any) -> str:
         return f"a list, each {_describe(args[0])}"
     words = {int: "a whole number", float: FLOAT32, bool: "true or false", str: "a text", type(None): "null"}
     return words.get(hint, "a mapping of keys to values")
-
-
-def container(config: Any, resolve: bool = False, throw_on_missing: bool = False) -> Any:
-    """Return a config in plain containers; unresolved, as what it holds may lead nowhere, or to a secret."""
-    return OmegaConf.to_container(config, resolve=resolve, throw_on_missing=throw_on_missing)
-
-
-def _is_number(value: Any, kinds: Any) -> bool:
-    return isinstance(value, kinds) and not isinstance(value, bool)
