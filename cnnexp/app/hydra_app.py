@@ -281,11 +281,11 @@ class SweepCallback(Callback):
                     f"hydra.sweep.dir={folder}: holds the runs of another sweep; choose another folder, or go on with "
                     "them by trainer.resume=auto"
                 )
-            common = record(OmegaConf.masked_copy(config, list(SECTIONS)))
-            earlier = _earlier_sweep(config, folder, {**common, "varied": varied})
+            common = {**record(OmegaConf.masked_copy(config, list(SECTIONS))), "varied": varied}
+            earlier = _earlier_sweep(config, folder, common)
             recorder = _recorder(tracking)
             say_folder(make_console(), folder)
-            SweepCallback.started = sweep.SweepRecord(folder, overrides, recorder, paper, varied, jobs, common, earlier)
+            SweepCallback.started = sweep.SweepRecord(folder, overrides, recorder, paper, common, jobs, earlier)
         except CnnexpError as error:
             leave(str(error), error.exit_code)
 

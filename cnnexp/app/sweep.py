@@ -64,9 +64,9 @@ class SweepRecord(Record):
 
     Args, beside those of `Record`:
         paper: the table or figure of a paper that it makes again, or None; its jobs may lack what they need.
-        varied: the keys that differ between its jobs, and their values as they were typed.
+        config: what the jobs have in common, as it is recorded; and as `varied` the keys that differ between them, with
+            their values as they were typed.
         jobs: how many there will be, None where the sweeper decides as it goes.
-        config: what the jobs have in common, as it is recorded.
 
     Raises:
         ConfigError: another sweep is in the folder now.
@@ -81,15 +81,13 @@ class SweepRecord(Record):
         overrides: Sequence[str],
         recorder: Recorder | None = None,
         paper: str | None = None,
-        varied: Mapping[str, str] | None = None,
+        config: Mapping[str, Any] = {"varied": {}},
         jobs: int | None = None,
-        config: Mapping[str, Any] | None = None,
         earlier: Path | None = None,
     ) -> None:
         from cnnexp.papers.compare import note_facts  # here: a single run needs none of the papers
 
         name = paper or " ".join(override for override in overrides if "," in override) or Path(folder).name
-        config = {**(config or {}), "varied": varied or {}}
         super().__init__(folder, config, overrides, recorder, f"sweep {name}", earlier=earlier)
         self.paper = paper
         self._begin({"overrides": " ".join(overrides)}, {})
@@ -99,7 +97,7 @@ class SweepRecord(Record):
             except NoAnswerYet as silent:
                 log.warning("%s; the sweep goes on, and is recorded when it answers", silent)
         note_facts(self.folder, paper, overrides)
-        within = Sweep(str(folder), _this_process(), self.begun, list(varied or ()), jobs, time.time())
+        within = Sweep(str(folder), _this_process(), self.begun, list(config["varied"]), jobs, time.time())
         os.environ[VARIABLE] = json.dumps(within._asdict())
 
     def finish(self, interrupted: bool = False) -> list[dict[str, Any]]:

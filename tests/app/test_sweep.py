@@ -178,9 +178,9 @@ def test_a_sweep_that_goes_on_has_the_parent_that_it_had(tmp_path, new_store, mo
     recorder, ids = Recorder(uri, "sweeps"), []
     for name, skip in (("a", False), ("a", False), ("b", True), ("c", False)):
         config = OmegaConf.create({"sweep": {"skip_finished": skip}, "trainer": {"resume": None}})
-        common, plan = {"model": {"name": "one_conv"}}, {"model.filters": "2,4"}
-        earlier = hydra_app._earlier_sweep(config, tmp_path / name, {**common, "varied": plan})
-        started = sweep.SweepRecord(tmp_path / name, words, recorder, None, plan, 2, common, earlier)
+        common = {"model": {"name": "one_conv"}, "varied": {"model.filters": "2,4"}}
+        earlier = hydra_app._earlier_sweep(config, tmp_path / name, common)
+        started = sweep.SweepRecord(tmp_path / name, words, recorder, None, common, 2, earlier)
         run_job(tmp_path / name, len(ids), ["model.filters=2"], recorder=recorder)
         started.finish(interrupted=not skip)
         ids.append(started.id)
