@@ -1,7 +1,5 @@
 """`fashion_mnist`: 70,000 pictures of clothes (Xiao, Rasul, Vollgraf 2017), 28x28, gray, in MNIST's form."""
 
-from dataclasses import dataclass
-
 from cnnexp.datasets.idx import FORM, IdxFile, IdxSet
 
 SHA256 = (
@@ -12,7 +10,6 @@ SHA256 = (
 )
 
 
-@dataclass(frozen=True, kw_only=True, repr=False)
 class FashionMnist(IdxSet):
     """60,000 training and 10,000 test images; fields as `IdxSet`.
 

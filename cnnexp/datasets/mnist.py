@@ -1,7 +1,5 @@
 """`mnist`: 70,000 handwritten digits (LeCun, Cortes, Burges), 28x28, gray."""
 
-from dataclasses import dataclass
-
 from cnnexp.datasets.idx import FORM, IdxFile, IdxSet
 
 SHA256 = (
@@ -12,7 +10,6 @@ SHA256 = (
 )
 
 
-@dataclass(frozen=True, kw_only=True, repr=False)
 class Mnist(IdxSet):
     """60,000 training and 10,000 test images; fields as `IdxSet`.
 
