@@ -127,7 +127,7 @@ class Settings:
     model: Model
     backend: Backend
     optimizer: Optimizer
-    dataset: Source
+    dataset: Source | Dataset
     trainer: Trainer
     workers: Workers
     tracking: Tracking

@@ -143,7 +143,7 @@ def fit(
         model=model,
         backend=backend_class(backend)() if isinstance(backend, str) else backend,
         optimizer=optimizer,
-        dataset=_Loaded(dataset=data) if isinstance(data, Dataset) else data,
+        dataset=data,
         augment=tuple(trainer.pop("augment", ())),
         trainer=build(Trainer, {**given, **trainer}, "trainer"),
         workers=Alone(),
@@ -173,14 +173,6 @@ def fit(
         _checkpoint=last,
         _course=run.course,
     )
-
-
-@dataclass(frozen=True)
-class _Loaded(Source):
-    dataset: Dataset = field(kw_only=True)
-
-    def load(self) -> Dataset:
-        return self.dataset
 
 
 def _config(settings: Settings, name: str) -> dict[str, dict[str, Any]]:

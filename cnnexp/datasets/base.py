@@ -67,6 +67,10 @@ class Dataset:
     def __repr__(self) -> str:
         return f"Dataset({self.name}, {self.train!r}, {len(self.test):,} to test, {len(self.classes)} classes)"
 
+    def load(self) -> Self:
+        """Return itself, as a `Source` whose images are read."""
+        return self
+
     @property
     def input_shape(self) -> tuple[int, ...]:
         """Shape of one image, (H, W, C) or (D,)."""
