@@ -1,7 +1,7 @@
 """What a run goes on from: the run that `trainer.resume` names, or the newest one of the same config."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,8 +12,12 @@ from cnnexp.tracking.folder import is_locked
 from cnnexp.training import checkpoint
 
 AUTO = "auto"
-LATEST, BEST = "latest", "best"
 ID_START = re.compile("[0-9a-f]{4,32}")
+# a word for a run of those under `outputs/` -> what that has most of, by its folder
+MOST: dict[str, Callable[[Path], float]] = {
+    "latest": lambda folder: (folder / JOURNAL).stat().st_mtime,
+    "best": lambda folder: read_journal(folder)["metrics"].get("final/test_accuracy", 0.0),
+}
 
 
 class ResumePoint(NamedTuple):
@@ -69,8 +73,10 @@ def find_run(named: str, given: str) -> Path:
     where there is none, or several have such an id.
     """
     place = Path(named)
-    if not place.exists() and named in (LATEST, BEST):
-        place = _ranked(named, given)
+    if not place.exists() and named in MOST:
+        if not (folders := _trained()):
+            raise CheckpointError(f"{given}: no run under {outputs_dir()} has a checkpoint; give a run's folder")
+        place = sorted(folders, key=MOST[named])[-1]
     elif not place.exists() and ID_START.fullmatch(named):
         ids = {read_journal(folder)["run_id"] or "": folder for folder in _trained()}
         found = [run_id for run_id in ids if run_id.startswith(named)]
@@ -85,20 +91,10 @@ def folder_of(path: Path) -> Path:
     return path.parent.parent if path.parent.name == checkpoint.FOLDER else path.parent
 
 
-def _ranked(named: str, given: str) -> Path:
-    folders = list(_trained())
-    if not folders:
-        raise CheckpointError(f"{given}: no run under {outputs_dir()} has a checkpoint; give a run's folder")
-    if named == BEST:
-        return sorted(folders, key=lambda folder: read_journal(folder)["metrics"].get("final/test_accuracy", 0.0))[-1]
-    return sorted(folders, key=lambda folder: (folder / JOURNAL).stat().st_mtime)[-1]
-
-
-def _trained() -> Iterator[Path]:
-    """Yield the folders under `outputs/` of runs that have a checkpoint."""
-    for journal in outputs_dir().rglob(JOURNAL):
-        if checkpoint.list_checkpoints(journal.parent / checkpoint.FOLDER):
-            yield journal.parent
+def _trained() -> list[Path]:
+    """Return the folders under `outputs/` of runs that have a checkpoint."""
+    folders = [journal.parent for journal in outputs_dir().rglob(JOURNAL)]
+    return [folder for folder in folders if checkpoint.holds_checkpoints(folder)]
 
 
 def _newest(folder: Path, wanted: str) -> ResumePoint | None:
