@@ -24,9 +24,7 @@ from cnnexp.tracking.address import database_of, store_uri
 
 FLOAT_BITS = 32
 VECTORS = "vectors"
-LIMIT_S = 600.0
-"""As long may a backend take to its answer; the first time on a machine it compiles."""
-
+LIMIT_S = 600.0  # as long may a backend take to its answer; the first time on a machine it compiles
 TRIAL = "max-pool"  # of `testing.NETWORKS`: convolution, ReLU, max-pool, linear
 
 

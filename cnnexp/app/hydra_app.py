@@ -149,8 +149,7 @@ _change_hydra()
 def _checked(words: Sequence[str]) -> list[str]:
     """Return a command line as Hydra may have it, without `NOTHING` and secrets.
 
-    Raises:
-        ConfigError: a group is given no name but something else: Hydra's own errors name no key then.
+    ConfigError is raised where a group is given no name but something else: Hydra's own errors name no key then.
     """
     for word in words:
         key, _, value = word.lstrip("+").partition("=")

@@ -105,8 +105,7 @@ class IdxSet(Source):
     verify: bool = True
 
     mirrors: ClassVar[tuple[str, ...]]
-    files: ClassVar[tuple[IdxFile, ...]]
-    """Training images, training labels, test images, test labels."""
+    files: ClassVar[tuple[IdxFile, ...]]  # training images, training labels, test images, test labels
     classes: ClassVar[tuple[str, ...]]
 
     def load(self) -> Dataset:
