@@ -17,7 +17,7 @@ from matplotlib.font_manager import FontProperties
 from matplotlib.textpath import text_to_path
 from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, StrMethodFormatter
 
-from cnnexp.measuring.explanation import Piece, Row, Side, plain_name, rows, sides_of, us_text
+from cnnexp.measuring.explanation import Piece, Row, Side, plain_name, rows, us_text
 from cnnexp.measuring.roofline import roofs
 
 logging.getLogger("matplotlib.font_manager").setLevel(logging.ERROR)  # else it reports every font that its cache lacks
@@ -39,30 +39,6 @@ class Figure(PlainFigure):
         return file.getvalue()
 
 
-def draw_run(
-    folder: Path,
-    epochs: Sequence[Mapping[str, float]],
-    baseline_s: Sequence[float | None],
-    predictions: Path,
-    classes: Sequence[str],
-    title: str,
-) -> None:
-    """Draw the figures of one run into `folder`: learning, curves, epoch_time, confusion and recall, .png each.
-
-    Args:
-        epochs: each epoch's metrics by name, with `epoch`.
-        baseline_s: seconds the baseline would have needed for each epoch, None where it was not measured.
-        predictions: an .npz file with `labels` and `predicted` of the test split, integers (N,).
-    """
-    with np.load(predictions, allow_pickle=False) as arrays:
-        labels, predicted = arrays["labels"], arrays["predicted"]
-    save(learning(epochs), folder / "learning.png", title)
-    save(curves(epochs), folder / "curves.png")
-    save(epoch_time(epochs, baseline_s), folder / "epoch_time.png", title)
-    save(confusion(labels, predicted, classes), folder / "confusion.png", title)
-    save(recall(labels, predicted, classes), folder / "recall.png", title)
-
-
 def draw_sweep(folder: Path, rows: Sequence[Mapping[str, Any]], varied: Sequence[str]) -> None:
     """Draw what a sweep compares into `folder`: epoch_time.png and, where it was measured, speedup.png.
 
@@ -75,13 +51,6 @@ def draw_sweep(folder: Path, rows: Sequence[Mapping[str, Any]], varied: Sequence
     ):
         if measured := [row for row in rows if metric in row]:
             save(comparison(measured, varied, metric, label), folder / f"{name}.png")
-
-
-def draw_profile(folder: Path, profile: Mapping[str, Any], title: str) -> None:
-    """Draw where a run's time went, of `ledger.report`: profile.png and, where layers were clocked, explain.png."""
-    save(ledger(profile), folder / "profile.png", title)
-    if profile["layered"]:
-        save(explained(sides_of(profile), title), folder / "explain.png")
 
 
 def draw_augmented(path: Path, images: np.ndarray, title: str) -> None:
@@ -242,7 +211,7 @@ def rate_range(rows: np.ndarray, suggested: float) -> Figure:
 
 
 def epoch_time(epochs: Sequence[Mapping[str, float]], baseline_s: Sequence[float | None]) -> Figure:
-    """Return the seconds of each epoch, beside what the baseline would have needed."""
+    """Return the seconds of each epoch, beside what the baseline would have needed, None where it was not measured."""
     figure, (axes,) = new_figure(6, 3.6, measured=False)
     axes.plot(column_of(epochs, "epoch"), column_of(epochs, "time/epoch_s"), marker="o", label="this run")
     measured = [(row["epoch"], seconds) for row, seconds in zip(epochs, baseline_s, strict=True) if seconds is not None]

@@ -372,14 +372,22 @@ class Run(Record, Observer, contextlib.AbstractContextManager["Run"]):
     def _draw(self) -> None:
         from cnnexp.tracking import figures  # loads Matplotlib
 
-        folder = self.folder / "figures"
+        folder, classes = self.folder / "figures", self._dataset.classes
         metrics = [{"epoch": e.epoch, **epoch_metrics(e, self.contended)} for e in self.epochs]
         baseline_s = [e.comparison.seconds_per_image * e.train.count if e.comparison else None for e in self.epochs]
-        figures.draw_run(folder, metrics, baseline_s, self.folder / PREDICTIONS, self._dataset.classes, self.name)
+        with np.load(self.folder / PREDICTIONS, allow_pickle=False) as arrays:
+            labels, predicted = arrays["labels"], arrays["predicted"]
+        figures.save(figures.learning(metrics), folder / "learning.png", self.name)
+        figures.save(figures.curves(metrics), folder / "curves.png")
+        figures.save(figures.epoch_time(metrics, baseline_s), folder / "epoch_time.png", self.name)
+        figures.save(figures.confusion(labels, predicted, classes), folder / "confusion.png", self.name)
+        figures.save(figures.recall(labels, predicted, classes), folder / "recall.png", self.name)
         if self.augmented is not None:
             figures.draw_augmented(folder / "augmented.png", self.augmented, self.name)
         if self.profile is not None:
-            figures.draw_profile(folder, self.profile, self.name)
+            figures.save(figures.ledger(self.profile), folder / "profile.png", self.name)
+            if self.profile["layered"]:
+                figures.save(figures.explained(sides_of(self.profile), self.name), folder / "explain.png")
 
 
 def holds_run(folder: Path) -> bool:
