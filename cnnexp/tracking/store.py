@@ -29,7 +29,6 @@ import time
 import types
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -66,11 +65,9 @@ ARTIFACTS = {**dict.fromkeys(FILES), "figures": "figures", "checkpoints": "check
 DIGEST_LENGTH = 36  # MLflow's limit
 
 
-@dataclass
-class _Followed:
+class _Followed(Journal):
     """A journal on its way into the store: the id of its run, once it is there, and when to look again."""
 
-    journal: Journal
     run_id: str | None = None
     key: str | None = None
     look_at: float = 0.0
@@ -115,10 +112,10 @@ class Store:
         """
         if self._owner not in (os.getpid(), os.getppid()):
             return self.sync(folder)  # another process may have begun to go on with the run
-        followed = self._followed.setdefault(folder, _Followed(Journal(Path(folder))))
-        facts = followed.journal.read()
+        followed = self._followed.setdefault(folder, _Followed(Path(folder)))
+        facts = followed.read()
         if facts["begin"] and (now or time.monotonic() >= followed.look_at):
-            pause_s = POLL_S if followed.journal.unsent else 0.0  # an epoch need not wait for the run to be begun
+            pause_s = POLL_S if followed.unsent else 0.0  # an epoch need not wait for the run to be begun
             followed.look_at = time.monotonic() + RETRY_S
             self._bring_up(followed, Path(folder))
             followed.look_at = time.monotonic() + pause_s
@@ -140,14 +137,14 @@ class Store:
                     lock.callback(RunLock(where, RECORDER).release)
             except ConfigError:
                 return None
-            followed = _Followed(Journal(where))
-            facts = followed.journal.read()
+            followed = _Followed(where)
+            facts = followed.read()
             with self._explained("cannot be written"):
                 key = facts["begin"].get("key")
                 found = self._of_key(key)
                 there = Path(found.data.tags.get(FOLDER, where)) if found else where
                 goes_on_there = there != where and _key_in(there) == key
-                if key is None or (found is None and not followed.journal.has_results) or goes_on_there:
+                if key is None or (found is None and not followed.has_results) or goes_on_there:
                     return None
             self._bring_up(followed, where, has_ended=True)
             with open_journal(where / JOURNAL) as file:
@@ -211,15 +208,14 @@ class Store:
                 self._client.log_inputs(run_id, [_dataset_input(dataset)])
         return run_id
 
-    def _bring_up(self, followed: _Followed, folder: Path, has_ended: bool = False) -> None:
+    def _bring_up(self, journal: _Followed, folder: Path, has_ended: bool = False) -> None:
         """Send what a journal has and the store lacks; a store keeps a metric of the same step, time and value once."""
-        journal, facts = followed.journal, followed.journal.facts
-        begin = facts["begin"]
+        facts, begin = journal.facts, journal.facts["begin"]
         with self._explained("cannot be written"):
-            if followed.run_id is None or followed.key != begin["key"]:
-                followed.run_id = self.begin(**begin, is_live=not has_ended)
-                followed.key = begin["key"]
-            run_id = followed.run_id
+            if journal.run_id is None or journal.key != begin["key"]:
+                journal.run_id = self.begin(**begin, is_live=not has_ended)
+                journal.key = begin["key"]
+            run_id = journal.run_id
             metrics: list[Metric] = []
             for epoch in journal.unsent:
                 entry = journal.epochs[epoch]
