@@ -120,7 +120,8 @@ class Head:
     """
 
     def __init__(self, network: Network, optimizer: Optimizer, first: int, collective: Collective) -> None:
-        self._stages, self._optimizer, self._collective = network.stages[first:], optimizer, collective
+        self._stages = [stage for stage in network.stages[first:] if not isinstance(stage, FlattenStage)]  # x is flat
+        self._optimizer, self._collective = optimizer, collective
         self._layouts = [_layout(self._stages, collective.size, rank) for rank in range(collective.size)]
         self._sizes = [sum(own.size for _, _, own in layout) for layout in self._layouts]
         size = self._sizes[collective.rank]
@@ -153,7 +154,7 @@ class Head:
                 columns = x @ w + (0 if b is None else b)  # of this worker
                 sizes = [len(x) * width for width in shares(stage.output_shape[0], self._collective.size)]
                 x = np.hstack([part.reshape(len(x), -1) for part in self._gather(columns.ravel(), sizes)])
-            elif self._computes(stage):
+            elif self._run.trains or not isinstance(stage, DropoutStage):
                 y = np.empty_like(x)
                 forward_stage(_OPS, stage, self._run, x, y, None)
                 x = y
@@ -170,16 +171,10 @@ class Head:
                 columns = share(dy.shape[1], self._collective.size, self._collective.rank)
                 _OPS.linear_backward(x, weights[i][0], np.ascontiguousarray(dy[:, columns]), dx, *gradients[i])
                 self._collective.all_reduce(dx.reshape(-1))
-            elif self._computes(stage):
-                backward_stage(_OPS, stage, self._run, x, y, dy, None, dx)
             else:
-                dx = dy
+                backward_stage(_OPS, stage, self._run, x, y, dy, None, dx)
             dy = dx
         return dy
-
-    def _computes(self, stage: Stage) -> bool:
-        """Return whether a layer does anything in this pass: x is flat already, and only training drops numbers."""
-        return not isinstance(stage, FlattenStage) and (self._run.trains or not isinstance(stage, DropoutStage))
 
     def apply(self, rate: float) -> None:
         """Take one optimizer step with the gradient that `backward` left."""
@@ -217,7 +212,7 @@ def first_linear(network: Network, workers: int) -> int:
     return first
 
 
-def _layout(stages: tuple[Stage, ...], size: int, rank: int) -> list[tuple[Parameter, slice, Parameter]]:
+def _layout(stages: Sequence[Stage], size: int, rank: int) -> list[tuple[Parameter, slice, Parameter]]:
     """Return for each parameter: its place among all of the head's, a worker's columns of it, their place there."""
     layout, everyone_at, own_at = [], 0, 0
     for p in (p for stage in stages for p in stage.parameters):
