@@ -22,7 +22,6 @@ import os
 import re
 import zipfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +35,7 @@ from cnnexp.network.losses import Loss, Totals
 from cnnexp.optimizers import Optimizer
 from cnnexp.system.files import read_regular, sync_folder
 from cnnexp.training.baseline import Comparison
+from cnnexp.training.loop import Checkpoint as Checkpoint
 from cnnexp.training.loop import EpochResult, Progress
 from cnnexp.training.schedules import Schedule
 
@@ -47,19 +47,6 @@ FOLDER = "checkpoints"
 _WITHIN = "-images-"  # in the name of one within an epoch
 MOST_BYTES = 1 << 36  # of a file; parameters and two slots of 5 billion numbers
 _NAME = re.compile(r"epoch-(\d{6,9})(?:-images-(\d{9,12}))?\.ckpt")
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    """A run between two steps."""
-
-    epoch: int  # the last one that is done, 0 before the first
-    training: Mapping[str, Any]  # what must be the same for a run to go on as if never stopped: see `describe`
-    state: State = field(repr=False)  # as `Program.state` returned it after that epoch
-    history_sha256: str = ""  # of what every epoch was, see `take_history`
-    history: tuple[EpochResult, ...] = ()  # that itself, once `take_history` has found it, without the scores
-    about: Mapping[str, Any] = field(default_factory=dict)  # for the reader, e.g. backend, versions; never checked
-    begun: Progress | None = None  # how far the next epoch is; None where it has not begun
 
 
 class CheckpointWriter:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
 
-from cnnexp.backends.protocol import Program
+from cnnexp.backends.protocol import Program, State
 from cnnexp.datasets import Dataset
 from cnnexp.errors import Diverged
 from cnnexp.network.losses import Totals, evaluate
@@ -111,13 +111,17 @@ class TrainingPlan:
     augment: tuple[Augmentation, ...] = ()
 
 
-class ResumePoint(Protocol):
-    """Where an earlier run was stopped, after the epochs of `history`; a `Checkpoint` is one, and holds more."""
+@dataclass(frozen=True)
+class Checkpoint:
+    """A run between two steps: what a file of `training.checkpoint` holds, whose functions are named here."""
 
-    @property
-    def history(self) -> tuple[EpochResult, ...]: ...
-    @property
-    def begun(self) -> Progress | None: ...
+    epoch: int  # the last one that is done, 0 before the first
+    training: Mapping[str, Any]  # what must be the same for a run to go on as if never stopped: see `describe`
+    state: State = field(repr=False)  # as `Program.state` returned it after that epoch
+    history_sha256: str = ""  # of what every epoch was, see `take_history`
+    history: tuple[EpochResult, ...] = ()  # that itself, once `take_history` has found it, without the scores
+    about: Mapping[str, Any] = field(default_factory=dict)  # for the reader, e.g. backend, versions; never checked
+    begun: Progress | None = None  # how far the next epoch is; None where it has not begun
 
 
 def train_epochs(
@@ -126,7 +130,7 @@ def train_epochs(
     epochs: int | TrainingPlan,
     observers: Sequence[Observer] = (),
     baseline: Baseline | None = None,
-    resume_from: ResumePoint | None = None,
+    resume_from: Checkpoint | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Iterator[EpochResult]:
     """Train `program` and yield one result per epoch, once every observer has taken note of it.
