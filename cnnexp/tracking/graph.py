@@ -6,6 +6,7 @@ inside it ONNX's order, channels first, holds.
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Sequence
 from typing import Any, assert_never
@@ -137,13 +138,8 @@ class _Writer:
     def _by_rule(self, layer: net.Elementwise, x: str, name: str) -> str:
         """Add what a rule on scalars does, run once on a value that records it."""
         given = _Value(self, x)
-        maths = net.Maths(
-            exp=lambda a: given.apply("Exp", a),
-            tanh=lambda a: given.apply("Tanh", a),
-            erf=lambda a: given.apply("Erf", a),
-            maximum=lambda a, b: given.apply("Where", a < b, b, a),
-            where=lambda condition, a, b: given.apply("Where", condition, a, b),
-        )
+        exp, tanh, erf, where = (functools.partial(given.apply, name) for name in ("Exp", "Tanh", "Erf", "Where"))
+        maths = net.Maths(exp, tanh, erf, lambda a, b: where(a < b, b, a), where)
         made = layer.rule(maths)(given)
         return self.add("Identity", made.name if isinstance(made, _Value) else self.constant(made), name=name)
 
