@@ -20,24 +20,22 @@ import numpy as np
 from cnnexp.errors import BackendUnavailable, CnnexpError, ConfigError, WorkerDied, installing
 from cnnexp.measuring.environment import launched_rank
 from cnnexp.workers.guard import Member, start_guard
-from cnnexp.workers.program import ParallelProgram, make_replica, serve
+from cnnexp.workers.program import ParallelProgram, make_replica, receive, send, serve
 from cnnexp.workers.replica import Replica, Spec, divide_threads
 
 SPIN_S = 1e-3  # a broadcast that takes longer is waited for asleep: rank 0 is busy, e.g. with evaluation
 SLEEP_S = 2e-4
-END, TRAIN = 0, 1
+END, TRAIN = "end", "train"
 
 
 class MpiCollective:
     """One rank's end of a communicator; see `Collective`. Arrays go as they lie in memory."""
 
-    def __init__(self, comm: Any) -> None:
-        from mpi4py import MPI
-
+    def __init__(self, comm: Any, mpi: Any) -> None:
         self.rank, self.size = comm.rank, comm.size
-        here = comm.Split_type(MPI.COMM_TYPE_SHARED)
+        here = comm.Split_type(mpi.COMM_TYPE_SHARED)
         self.host_size, self.host_rank = here.size, here.rank
-        self._comm, self._in_place = comm, MPI.IN_PLACE
+        self._comm, self._in_place = comm, mpi.IN_PLACE
 
     def all_reduce(self, buffer: np.ndarray) -> None:
         self._comm.Allreduce(self._in_place, buffer)
@@ -66,7 +64,7 @@ class Session:
         except (ImportError, RuntimeError) as error:  # no mpi4py, or no library of an MPI
             raise BackendUnavailable(f"workers=mpi: needs mpi4py and an MPI; {installing('mpi')}") from error
         self.comm = MPI.COMM_WORLD
-        self.collective = MpiCollective(self.comm)
+        self.collective = MpiCollective(self.comm, MPI)
         self.broken = False
         size, rank = self.comm.size, self.comm.rank
         address = start_guard(size, reachable=self.collective.host_size < size) if rank == 0 else None
@@ -90,7 +88,7 @@ class Session:
         self.member.leave(everyone=True)
         if self.broken:
             self.comm.Abort(1)
-        self.collective.broadcast(np.array([END]))
+        send(self.collective, END)
 
 
 @functools.cache
@@ -109,16 +107,14 @@ def follow() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # they reach all ranks; rank 0 decides what they mean
     here = session()
-    order = np.empty(1, np.int64)
     try:
         while True:
-            here.collective.broadcast(order)
-            if order[0] == END:
+            command, arguments = receive(here.collective)
+            if command == END:
                 here.member.leave()
                 return
-            spec = here.comm.bcast(None)
             try:
-                replica = here.compile(spec)
+                replica = here.compile(*arguments)
             except CnnexpError:
                 continue  # rank 0 reports it
             serve(replica, here.collective)
@@ -139,8 +135,7 @@ def compile_mpi(spec: Spec, timeout_s: float) -> ParallelProgram:
     """Rank 0: have all ranks compile, and return the program of all of them; none may be silent for `timeout_s`."""
     started, here = time.perf_counter(), session()
     here.member.expect(timeout_s)
-    here.collective.broadcast(np.array([TRAIN]))
-    here.comm.bcast(spec)
+    send(here.collective, TRAIN, spec)
     replica = here.compile(spec)
 
     def release(orderly: bool) -> None:
