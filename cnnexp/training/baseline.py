@@ -60,33 +60,29 @@ class Baseline:
         self._clock, self._budget_s, self._layers_share = clock, budget_s, layers_share
         self._handle = program.load(split.images, split.labels)
         self._images: int | None = None
-        self._samples: list[float] = []
-
-    @property
-    def taken(self) -> int:
-        return len(self._samples)
+        self.samples: list[float] = []  # seconds an image, of the batches timed in this epoch
 
     def sample(self, batch: np.ndarray, rate: float, state: Callable[[], Any]) -> None:
         """Time one training step on a batch of indices that the run trained on, unless this epoch has enough samples.
 
         `state` returns the run's state; it is asked once an epoch, outside the timing.
         """
-        if len(self._samples) == self.batches:
+        if len(self.samples) == self.batches:
             return
-        if not self._samples:
+        if not self.samples:
             self.program.restore(state())
         if self._images is None:
             self._images = self._affordable_images(batch, rate)
             self.parallel_share = self._measure_share(batch[: self._images], rate)
         batch = batch[: self._images]
-        self._samples.append(self._time(batch, rate) / len(batch))
+        self.samples.append(self._time(batch, rate) / len(batch))
 
     def compare(self, seconds_per_image: float) -> Comparison | None:
         """Close the epoch: set its samples against the run's seconds per image; None without a sample."""
-        if not self._samples:  # its last batch was trained before a stop
+        if not self.samples:  # its last batch was trained before a stop
             return None
-        median = statistics.median(self._samples)
-        count, self._samples = len(self._samples), []
+        median = statistics.median(self.samples)
+        count, self.samples = len(self.samples), []
         assert self._images is not None  # a batch was timed
         return Comparison(median, self._images, count, median / seconds_per_image)
 

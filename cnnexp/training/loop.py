@@ -268,8 +268,9 @@ class _Pass:
             start, chunk = stop, batch_size * min(self.batches, self._batches_in(self._limit_s - self.seconds))
         if start == whole < count:
             self._train(whole, count)
-        while baseline and start >= whole and baseline.taken < min(baseline.batches, max(1, whole // batch_size)):
-            baseline.sample(self.order[:batch_size], self.rate, program.state)
+        if baseline and start >= whole:
+            while len(baseline.samples) < min(baseline.batches, max(1, whole // batch_size)):
+                baseline.sample(self.order[:batch_size], self.rate, program.state)
 
     def _spread(self, whole: int) -> int:
         """Return the most batches of a call: the baseline's samples are spread over the epoch, where it is long."""
