@@ -70,9 +70,8 @@ def _cgroups() -> Iterator[tuple[float, str]]:
                 root = CGROUPS / "memory" if kinds else CGROUPS
                 folder = root / place.lstrip("/")
                 for group in (folder, *folder.parents):
-                    if group == root.parent:
-                        break
-                    yield from _cgroup(group)
+                    if group.is_relative_to(root):
+                        yield from _cgroup(group)
 
 
 def _cgroup(folder: Path) -> Iterator[tuple[float, str]]:
