@@ -16,8 +16,6 @@ from cnnexp.system.ranges import check_range
 from cnnexp.system.registry import Registry
 from cnnexp.workers.replica import Spec, divide_threads
 
-Sync = Literal["gradients", "parameters", "hybrid"]
-
 
 @dataclass(frozen=True)
 class Alone:
@@ -40,7 +38,7 @@ class Alone:
 class _Parallel:
     """What `Local` and `Mpi` have in common; `conf/workers/<name>.yaml` explains the fields of each."""
 
-    sync: Sync = "gradients"
+    sync: Literal["gradients", "parameters", "hybrid"] = "gradients"
     period: int | None = None
     heartbeat_timeout_s: float = 300.0
 
