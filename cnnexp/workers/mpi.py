@@ -91,10 +91,8 @@ class Session:
         send(self.collective, END)
 
 
-@functools.cache
-def session() -> Session:
-    """Join the group; all ranks must."""
-    return Session()
+session = functools.cache(Session)
+"""Joins the group, at the first call; all ranks must."""
 
 
 def lead() -> None:
