@@ -88,13 +88,13 @@ class NaiveOps:
         layers.elementwise_backward(layer, self._block).over(y.size, self.stream, x, y, dy, dx)
 
     def max_pool(self, x: Tensor, window: Window, y: Tensor, saved: Any) -> None:
-        layers.max_pool(pool_sizes(x, window, y), self._block).over(y.size, self.stream, x, y, saved)
+        layers.pool(pool_sizes(x, window, y), self._block, True).over(y.size, self.stream, x, y, saved)
 
     def max_pool_backward(self, saved: Any, dy: Tensor, window: Window, dx: Tensor) -> None:
         layers.pool_backward(pool_sizes(dx, window, dy), self._block, True).over(dx.size, self.stream, saved, dy, dx)
 
     def avg_pool(self, x: Tensor, window: Window, y: Tensor) -> None:
-        layers.avg_pool(pool_sizes(x, window, y), self._block).over(y.size, self.stream, x, y)
+        layers.pool(pool_sizes(x, window, y), self._block, False).over(y.size, self.stream, x, y, y)
 
     def avg_pool_backward(self, dy: Tensor, window: Window, dx: Tensor) -> None:
         layers.pool_backward(pool_sizes(dx, window, dy), self._block, False).over(dx.size, self.stream, dy, dy, dx)

@@ -163,26 +163,32 @@ def normalize_backward(channels: int, block: int) -> Kernel:
 
 
 @cache
-def max_pool(sizes: ConvSizes, block: int) -> Kernel:
-    """One thread per (n, u, v, c); the first largest pixel of the window."""
+def pool(sizes: ConvSizes, block: int, maximum: bool) -> Kernel:
+    """One thread per (n, u, v, c): the first largest pixel of the window, or the mean of those that exist.
+
+    A `maximum` writes its place to `argmax`; a mean ignores that.
+    """
     H, W, C, S, _, stride, top, left, U, V, *_ = unsigned(sizes)
 
-    def max_pool(x, y, argmax, count):
+    def pool(x, y, argmax, count):
         i = u32(cuda.grid(1))
         if i < count:
             n, u, v, c = split(i, U, V, C)
-            best, where = LOWEST, u32(0)
+            best, where, total, inside = LOWEST, u32(0), ZERO, u32(0)
             for a in range(S):
                 for b in range(S):
                     row, col = offset(u, stride, a), offset(v, stride, b)  # in the padded image
                     if top <= row and row < u32(H + top) and left <= col and col < u32(W + left):
                         value = x[offset(n, H, u32(row - top), W, u32(col - left), C, c)]
+                        total += value
+                        inside = u32(inside + 1)
                         if value > best:
                             best, where = value, offset(a, S, b)
-            y[i] = best
-            argmax[i] = np.int32(where)
+            y[i] = best if maximum else total / f32(inside)
+            if maximum:
+                argmax[i] = np.int32(where)
 
-    return Kernel(max_pool, "void(f4[::1], f4[::1], i4[::1], u4)", block)
+    return Kernel(pool, f"void(f4[::1], f4[::1], {'i4' if maximum else 'f4'}[::1], u4)", block)
 
 
 @cache
@@ -216,27 +222,6 @@ def pool_backward(sizes: ConvSizes, block: int, maximum: bool) -> Kernel:
             dx[i] = total
 
     return Kernel(pool_backward, f"void({'i4' if maximum else 'f4'}[::1], f4[::1], f4[::1], u4)", block)
-
-
-@cache
-def avg_pool(sizes: ConvSizes, block: int) -> Kernel:
-    """One thread per (n, u, v, c); the mean of the pixels that exist."""
-    H, W, C, S, _, stride, top, left, U, V, *_ = unsigned(sizes)
-
-    def avg_pool(x, y, count):
-        i = u32(cuda.grid(1))
-        if i < count:
-            n, u, v, c = split(i, U, V, C)
-            total, inside = ZERO, u32(0)
-            for a in range(S):
-                for b in range(S):
-                    row, col = offset(u, stride, a), offset(v, stride, b)  # in the padded image
-                    if top <= row and row < u32(H + top) and left <= col and col < u32(W + left):
-                        total += x[offset(n, H, u32(row - top), W, u32(col - left), C, c)]
-                        inside = u32(inside + 1)
-            y[i] = total / f32(inside)
-
-    return Kernel(avg_pool, "void(f4[::1], f4[::1], u4)", block)
 
 
 @cache
