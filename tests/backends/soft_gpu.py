@@ -277,7 +277,7 @@ def test_arguments_of_another_type_are_refused_and_what_is_tuned_changes_no_bit(
     found = []
     for block, tile, filters, channels in ((256, 8, 4, 3), (128, 4, 2, 1), (128, 2, 5, 2)):
         y = device.to_device(np.zeros((2, 4, 4, 5), np.float32))
-        ops._convolve(sizes, False, x, w, None, y, ConvTile(block, tile, tile + 2, filters, channels, 3))
+        ops._convolve(sizes, False, x, w, None, y, ConvTile(block, tile, tile + 2, filters, channels))
         found.append(device.to_host(y).tobytes())
     assert len(set(found)) == 1
 

@@ -20,7 +20,7 @@ def test_candidates_fit_on_the_gpu_and_differ():
         assert len(plans) >= 4 or [plan.tile for plan in plans] == [1]
         for plan in plans:
             assert plan.block <= gpu.block_threads
-            assert gpu is little or 4 * (plan.x_size + plan.w_size) <= gpu.shared_bytes
+            assert gpu is little or 4 * plan.channels * (plan.side**2 + sizes.K**2 * plan.filters) <= gpu.shared_bytes
             assert 1 <= plan.channels <= sizes.C
 
 

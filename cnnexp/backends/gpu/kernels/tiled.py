@@ -30,7 +30,8 @@ def conv2d(sizes: ConvSizes, flipped: bool, has_bias: bool, stage_filters: bool,
     tile, block, filters, channels = (u32(v) for v in (plan.tile, plan.block, plan.filters, plan.channels))
     side, last = u32(plan.side), u32(sizes.K * sizes.K - 1)
     across, down, deep = (u32(v) for v in plan.tiles(sizes))
-    x_size, w_size = plan.x_size, plan.w_size if stage_filters else 1
+    x_size = plan.side**2 * plan.channels
+    w_size = sizes.K**2 * plan.channels * plan.filters if stage_filters else 1
     outputs = u32(plan.tile * plan.tile * plan.filters)
 
     @cuda.jit(device=True)
@@ -101,15 +102,6 @@ class ConvTile:
     side: int  # of the square of pixels that they see
     filters: int  # of a block
     channels: int  # staged at once
-    kernel: int  # K
-
-    @property
-    def x_size(self) -> int:
-        return self.side * self.side * self.channels
-
-    @property
-    def w_size(self) -> int:
-        return self.kernel * self.kernel * self.channels * self.filters
 
     def tiles(self, sizes: ConvSizes) -> tuple[int, int, int]:
         """Return how many tiles lie across, down, and over the filters of one image."""
@@ -126,7 +118,7 @@ def conv_tile(sizes: ConvSizes, block: int, tile: int, shared_bytes: int, filter
             f"{per_channel:,} bytes of shared memory, a block has {shared_bytes:,}; use a smaller tile"
         )
     channels = min(sizes.C, shared_bytes // per_channel)
-    return ConvTile(block, tile, side, filters, channels, sizes.K)
+    return ConvTile(block, tile, side, filters, channels)
 
 
 @cache
