@@ -31,7 +31,7 @@ def methods(cls: type) -> dict[str, list[str]]:
 @each(
     *(("plain.python", "PythonOps"), ("plain.numpy", "NumpyOps"), ("plain.unrolled", "UnrolledOps")),
     *(("cpu.sequential", "CpuOps"), ("cpu.published", "PublishedOps"), ("gpu.naive", "NaiveOps")),
-    *(("gpu.shared", "SharedInputOps"), ("gpu.shared", "SharedOps"), ("gpu.tuned", "TunedOps")),
+    *(("gpu.shared", "SharedOps"), ("gpu.tuned", "TunedOps")),
 )
 def test_operations_have_the_names_and_arguments_of_the_contract(module, name):
     try:

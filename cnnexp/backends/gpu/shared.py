@@ -21,14 +21,15 @@ from cnnexp.network import Window
 CONV_TILE = 8
 
 
-class SharedInputOps(NaiveOps):
-    """`NaiveOps` whose convolutions stage their input in shared memory, `tile` x `tile` outputs at a time."""
+class SharedOps(NaiveOps):
+    """`NaiveOps` whose convolutions stage their input in shared memory, `tile` x `tile` outputs at a time.
 
-    stage_filters = False
+    If they `stage_filters`, these too.
+    """
 
-    def __init__(self, gpu: Gpu, block: int, tile: int) -> None:
+    def __init__(self, gpu: Gpu, block: int, tile: int, stage_filters: bool = True) -> None:
         super().__init__(gpu, block)
-        self._tile, self._shared_bytes = tile, gpu.shared_bytes
+        self._tile, self._shared_bytes, self._stage_filters = tile, gpu.shared_bytes, stage_filters
 
     def conv2d(self, x: Tensor, w: Tensor, b: Tensor | None, window: Window, y: Tensor) -> None:
         sizes = conv_sizes(x, w, window, y)
@@ -47,7 +48,7 @@ class SharedInputOps(NaiveOps):
         self, sizes: ConvSizes, is_flipped: bool, x: Tensor, w: Tensor, b: Tensor | None, y: Tensor, plan: Any = None
     ) -> None:
         plan = plan or self._plan(sizes, is_flipped)
-        kernel = tiled.conv2d(sizes, is_flipped, b is not None, self.stage_filters, plan)
+        kernel = tiled.conv2d(sizes, is_flipped, b is not None, self._stage_filters, plan)
         across, down, deep = plan.tiles(sizes)
         kernel.launch(x.shape[0] * across * down * deep, self.stream, x, w, self._or_nothing(b), y)
 
@@ -55,21 +56,15 @@ class SharedInputOps(NaiveOps):
         return conv_tile(sizes, self._block, self._tile, self._shared_bytes)
 
     def _conv2d_backward_weights(self, sizes: ConvSizes, x: Tensor, dy: Tensor, dw: Tensor) -> None:
-        rows = tiled.rows_that_fit(sizes, self.stage_filters, self._shared_bytes)
+        rows = tiled.rows_that_fit(sizes, self._stage_filters, self._shared_bytes)
         if rows == 0 or not sizes.dense:
             super()._conv2d_backward_weights(sizes, x, dy, dw)
             return
         images, groups = x.shape[0], -(-dw.size // self._block)
         partial, slices = self._partial(dw.size, min(images, self._enough_blocks(groups)))
-        kernel = tiled.conv2d_backward_weights(sizes, rows, self.stage_filters, self._block)
+        kernel = tiled.conv2d_backward_weights(sizes, rows, self._stage_filters, self._block)
         kernel.launch(groups * int(slices), self.stream, x, dy, partial, u32(images), slices)
         self._sum_slices(partial, slices, dw)
-
-
-class SharedOps(SharedInputOps):
-    """`SharedInputOps` that stages filters too."""
-
-    stage_filters = True
 
 
 def flipped(sizes: ConvSizes) -> ConvSizes:
@@ -84,15 +79,15 @@ class GpuSharedInput(GpuNaive):
 
     name: ClassVar[str] = "gpu-shared-input"
     tile: int = CONV_TILE  # side of a tile of outputs of a convolution
-    make_ops: ClassVar[type[SharedInputOps]] = SharedInputOps
+    stage_filters: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.tile < 1:
             raise ConfigError(f"backend.tile={self.tile}: must be >= 1, the side of a tile of outputs")
 
-    def ops(self, batch_size: int) -> SharedInputOps:
-        return self.make_ops(self.gpu, self.block_threads, self.tile)
+    def ops(self, batch_size: int) -> SharedOps:
+        return SharedOps(self.gpu, self.block_threads, self.tile, self.stage_filters)
 
 
 @dataclass(frozen=True)
@@ -100,4 +95,4 @@ class GpuShared(GpuSharedInput):
     """Input tiles and filters of the convolutions in shared memory."""
 
     name: ClassVar[str] = "gpu-shared"
-    make_ops: ClassVar[type[SharedInputOps]] = SharedOps
+    stage_filters: ClassVar[bool] = True
