@@ -77,14 +77,14 @@ class KerasProgram(PeerProgram):
         tensor.assign(array)
 
     def _numbers(self, rate: float) -> tuple[np.float32, ...]:
-        return np.float32(rate), *self.optimizer.constants(self.now.step)
+        return np.float32(rate), *self.optimizer.constants(self.now)
 
     def _differentiate(
         self, images: tf.Tensor, labels: tf.Tensor, indices: tf.Tensor
     ) -> tuple[tf.Tensor, tf.Tensor, list[tf.Tensor]]:
         """Return the summed loss, the hits and the mean gradients of one batch."""
         x, t = tf.gather(images, indices), tf.gather(labels, indices)
-        self.now.images = indices
+        self.images = indices
         with tf.GradientTape() as tape:
             scores = _run(self._layers, x, True)
             losses = _losses(self.loss, scores, t)
@@ -204,11 +204,11 @@ class KerasProgram(PeerProgram):
         rate, size = stage.layer.rate, math.prod(stage.output_shape)
 
         def keeps(images: np.ndarray) -> np.ndarray:
-            key = noise.layer_key(self.now.seed, self.now.step, stage.name)
+            key = noise.layer_key(self.seed, self.now, stage.name)
             return noise.keeps(key, rate, images, size) * np.float32(1 / (1 - rate))
 
         def drop(x: tf.Tensor, trains: bool) -> tf.Tensor:
-            return x * tf.reshape(tf.numpy_function(keeps, [self.now.images], tf.float32), tf.shape(x)) if trains else x
+            return x * tf.reshape(tf.numpy_function(keeps, [self.images], tf.float32), tf.shape(x)) if trains else x
 
         return drop
 

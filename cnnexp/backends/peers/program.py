@@ -6,7 +6,6 @@ import contextlib
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,20 +17,12 @@ from cnnexp.network.losses import Loss, Totals, check_loss
 from cnnexp.optimizers import Optimizer
 
 
-@dataclass
-class Step:
-    """What random numbers follow from in the step that is being taken; `images` are places in the data set."""
-
-    seed: int = 0
-    step: int = 1
-    images: Any = None
-
-
 class PeerProgram(Program):
     """A `Program` (see `protocol`) of a framework's tensors: a handle is the images and the labels as such.
 
     `make` fills `tensors`, the parameters in the order of the flat buffer and, by slot, what the optimizer keeps of
     each, and `averages`, the running averages in their order. `scope` makes the context in which anything is computed.
+    Random numbers follow from `seed`, `now`, the step that is being taken, and `images`, their places in the data set.
     """
 
     def __init__(
@@ -47,7 +38,8 @@ class PeerProgram(Program):
         self.network, self.loss, self.optimizer, self.batch_size = network, loss, optimizer, batch_size
         self.tensors: dict[str, list[Any]] = {"parameters": []}
         self.averages: list[Any] = []
-        self.now, self.scope = Step(), scope
+        self.seed, self.now, self.scope = 0, 1, scope
+        self.images: Any = None
         self.pending: PendingAverages = PendingAverages(network, lambda: self._flat(self.averages), self._set_running)
         self.make()
         self._warm_up()
@@ -87,7 +79,7 @@ class PeerProgram(Program):
             for step, step_rate in enumerate(rate_of_steps(rate, len(order), self.batch_size)):
                 indices = order[step * self.batch_size : (step + 1) * self.batch_size]
                 found.append(self.step(handle, indices, float(step_rate)))
-                self.now.step += 1
+                self.now += 1
         return Totals(sum(float(loss) for loss, _ in found), sum(int(hits) for _, hits in found), len(order))
 
     def gradients(self, handle: Any, indices: np.ndarray) -> tuple[Totals, np.ndarray]:
@@ -99,7 +91,7 @@ class PeerProgram(Program):
         self.pending.commit()
         with self.scope():
             self.update(self._parts(gradient), rate)
-        self.now.step += 1
+        self.now += 1
 
     def predict(self, handle: Any) -> np.ndarray:
         images, batch = handle[0], self.batch_size
@@ -108,17 +100,17 @@ class PeerProgram(Program):
 
     def state(self) -> State:
         state = {name: self._flat(tensors) for name, tensors in self.tensors.items()}
-        state["step"] = np.array(self.now.step - 1, np.int64)
+        state["step"] = np.array(self.now - 1, np.int64)
         if self.averages:
             state["running"] = self._flat(self.averages)
         if self.network.draws:
-            state["seed"] = np.array(self.now.seed, np.int64)
+            state["seed"] = np.array(self.seed, np.int64)
         return state
 
     def restore(self, state: State) -> None:
         whole = complete(state, self.network, self.optimizer)
         self.pending.drop()
-        self.now.seed, self.now.step = int(whole.get("seed", 0)), int(whole["step"]) + 1
+        self.seed, self.now = int(whole.get("seed", 0)), int(whole["step"]) + 1
         if self.averages:
             self._set_running(whole["running"])
         for name, tensors in self.tensors.items():

@@ -111,8 +111,8 @@ class TorchProgram(PeerProgram):
         self, handle: Any, indices: np.ndarray
     ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor | None]]:
         """Leave the mean gradient of the batch in the parameters' tensors, too."""
-        self.now.images = torch.from_numpy(indices)
-        images, labels = (whole[self.now.images] for whole in handle)
+        self.images = torch.from_numpy(indices)
+        images, labels = (whole[self.images] for whole in handle)
         scores = self._forward(self.network.stages, _channels_first(images), True)
         self._updater.zero_grad()
         losses, hits = self._losses(scores, labels)
@@ -159,7 +159,7 @@ class TorchProgram(PeerProgram):
     def restore(self, state: State) -> None:
         super().restore(state)
         for kept in self._updater.state.values():
-            kept["step"].fill_(self.now.step - 1)
+            kept["step"].fill_(self.now - 1)
 
     def assign(self, tensor: torch.Tensor, array: np.ndarray) -> None:
         with torch.no_grad():
@@ -215,7 +215,7 @@ class TorchProgram(PeerProgram):
 
     def _drop_out(self, stage: net.DropoutStage, x: torch.Tensor) -> torch.Tensor:
         """As `noise.keeps` on tensors: which numbers are dropped is not PyTorch's to say."""
-        rows = noise.mix(noise.layer_key(self.now.seed, self.now.step, stage.name) ^ self.now.images)
+        rows = noise.mix(noise.layer_key(self.seed, self.now, stage.name) ^ self.images)
         draws = noise.mix(rows[:, None] ^ noise.mix(torch.arange(math.prod(stage.output_shape))))
         kept = _channels_first((draws >= noise.threshold(stage.layer.rate)).reshape(len(x), *stage.output_shape))
         return x * kept / (1 - stage.layer.rate)
