@@ -106,7 +106,7 @@ class FusedProgram(FlatProgram[Tensor, Any]):
     def load(self, images: np.ndarray, labels: np.ndarray) -> DeviceSplit | streamed.Streamed:
         images = images if images.dtype == np.uint8 else as_float32(images)
         image_bytes = 32 + images[:1].nbytes  # what else `DeviceSplit` has for an image takes the 32
-        return streamed.load(self._load_captured, images, labels, image_bytes, self.batch_size)
+        return streamed.load(self._load, images, labels, image_bytes, self.batch_size)
 
     @in_scope
     def refill(self, handle: Any, images: np.ndarray, labels: np.ndarray, epoch: int) -> Any:
@@ -116,16 +116,10 @@ class FusedProgram(FlatProgram[Tensor, Any]):
         device.copy(labels.astype(np.int32), handle.labels)
         return handle
 
-    def _load_captured(self, images: np.ndarray, labels: np.ndarray) -> DeviceSplit:
-        """As `_load`; its graphs are captured here, so that no epoch's clock runs meanwhile."""
-        split = self._load(images, labels)
-        self._capture(split)
-        return split
-
-    def _load(self, images: np.ndarray, labels: np.ndarray) -> DeviceSplit:
-        """Put bytes or float32 images on the GPU, all of them."""
+    def _load(self, images: np.ndarray, labels: np.ndarray, captures: bool = True) -> DeviceSplit:
+        """Put bytes or float32 images on the GPU, all of them; capture its graphs while no epoch's clock runs."""
         room = max(len(images), self.batch_size)
-        return DeviceSplit(
+        split = DeviceSplit(
             images=device.to_device(images),
             labels=device.to_device(labels.astype(np.int32)),
             order=device.empty((1 + room,), np.uint32),
@@ -133,6 +127,9 @@ class FusedProgram(FlatProgram[Tensor, Any]):
             outcomes=device.empty((room, 2), np.float32),
             sums=device.empty((-(-room // BLOCK), 2), np.float32),
         )
+        if captures:
+            self._capture(split)
+        return split
 
     @in_scope
     def train(self, handle: DeviceSplit | streamed.Streamed, order: np.ndarray, rate: Rate) -> Totals:
@@ -192,7 +189,7 @@ class FusedProgram(FlatProgram[Tensor, Any]):
         zeros = np.zeros((self.batch_size, *self.network.input_shape), np.uint8)
         labels, order = np.zeros(self.batch_size, np.int32), np.arange(self.batch_size)
         for images in (zeros, zeros.astype(np.float32)):
-            split = self._load(images, labels)
+            split = self._load(images, labels, captures=False)
             self._train(split, order, np.zeros(1), graphs=False)
             scores = device.empty((len(split), *self.network.output_shape), np.float32)
             self._enqueue_scores(split, scores, self._stream)
