@@ -78,25 +78,6 @@ def keep_losses(batch_losses, batch_hits, order, ahead, outcomes, count):
         outcomes[offset(place, 2, 0)], outcomes[offset(place, 2, 1)] = batch_losses[n], f32(batch_hits[n])
 
 
-@cuda.jit(device=True)
-def sum_of_parts(arena, table, row, sums):
-    """Return the sum of the partial gradients of one parameter of a row of `update`'s table, to its first threads."""
-    t = u32(cuda.threadIdx.x)
-    count, base, stride = table[row + u32(1)], table[row + u32(2)], table[row + u32(3)]
-    parts, threads = table[row + u32(4)], table[row + u32(5)]
-    wide = u32(u32(BLOCK) // threads)
-    part, lane = split(t, wide)
-    # a thread adds up every so many of a parameter's parts
-    sums[t] = sum_every(arena, u32(base + lane), stride, part, parts, threads) if lane < count else ZERO
-    cuda.syncthreads()
-    # the first threads add up what the others have
-    value = ZERO
-    if t < wide:
-        for s in range(threads):
-            value += sums[offset(s, wide, t)]
-    return value
-
-
 @cache
 def update(optimizer: Optimizer | None, batch_size: int) -> Kernel:
     """Finish every parameter's gradient and take the optimizer's step, all parameters in one launch.
@@ -113,10 +94,22 @@ def update(optimizer: Optimizer | None, batch_size: int) -> Kernel:
 
     def update(arena, table, w, s, t, rates, order, ahead):
         sums = cuda.shared.array(block, f32)
-        lane, row = u32(cuda.threadIdx.x), offset(cuda.blockIdx.x, SEGMENT, 0)
-        g = sum_of_parts(arena, table, row, sums)
-        if lane < table[row + u32(1)]:
-            i = u32(table[row] + lane)
+        thread, row = u32(cuda.threadIdx.x), offset(cuda.blockIdx.x, SEGMENT, 0)
+        count, base, stride = table[row + u32(1)], table[row + u32(2)], table[row + u32(3)]
+        parts, threads = table[row + u32(4)], table[row + u32(5)]
+        wide = u32(u32(block) // threads)
+        # a thread adds up every so many of a parameter's parts
+        part, lane = split(thread, wide)
+        sums[thread] = sum_every(arena, u32(base + lane), stride, part, parts, threads) if lane < count else ZERO
+        cuda.syncthreads()
+        # the first threads add up what the others have
+        g = ZERO
+        if thread < wide:
+            for k in range(threads):
+                g += sums[offset(k, wide, thread)]
+        # and take the step
+        if thread < count:
+            i = u32(table[row] + thread)
             if steps:
                 step, _ = split(u32(order[0] + ahead), batch)
                 rate, c0, c1 = rates[offset(step, 3, 0)], rates[offset(step, 3, 1)], rates[offset(step, 3, 2)]
