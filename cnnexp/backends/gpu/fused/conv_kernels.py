@@ -68,24 +68,6 @@ def first_of(conv: ConvBlock) -> Any:
 
 
 @cache
-def pooled_of(conv: ConvBlock) -> Any:
-    """Return the device function (total, first, bias): the largest of a window's sums with bias and ReLU; argmax."""
-    window, relu, inactive = conv.pool**2, conv.relu, u32(conv.pool**2)
-
-    def pooled(total, first, bias):
-        best, where = total[first], u32(0)
-        for k in range(1, window):
-            if total[first + k] > best:
-                best, where = total[first + k], u32(k)
-        best += bias
-        if relu and not best > ZERO:
-            best, where = ZERO, inactive
-        return best, where
-
-    return cuda.jit(device=True)(pooled)
-
-
-@cache
 def conv2d(conv: ConvBlock, rows: int, filters: int) -> Kernel:
     """A block makes `rows` rows of pooled outputs of one image, `filters` filters; a thread one (u, v) of several.
 
@@ -102,8 +84,8 @@ def conv2d(conv: ConvBlock, rows: int, filters: int) -> Kernel:
     x_seen, w_seen = u32(high * wide * C), u32(K * K * C * pitch)
     x_size, w_size = in_fours(int(x_seen)), in_fours(int(w_seen))
     cells, bias = u32(rows * conv.V), u32(K * K * C * F)
-    input_pixel, pooled, first_pixel, has_bias = pixel_of(conv), pooled_of(conv), first_of(conv), conv.has_bias
-    window, totals = conv.pool**2, together * conv.pool**2
+    input_pixel, first_pixel, has_bias, relu = pixel_of(conv), first_of(conv), conv.has_bias, conv.relu
+    window, totals, inactive = conv.pool**2, together * conv.pool**2, u32(conv.pool**2)
 
     def conv2d(x, order, ahead, w, y, argmax):
         x_tile = cuda.shared.array(x_size, f32, alignment=16)
@@ -148,12 +130,18 @@ def conv2d(conv: ConvBlock, rows: int, filters: int) -> Kernel:
                                 seen = offset(c, high, offset(i, stride, a), wide, offset(j, stride, e))
                                 for g in range(together):
                                     total[(g * S + i) * S + j] += weight[g] * x_tile[corner + seen]
-            # bias, the largest of the window, ReLU
+            # the largest of the window, bias, ReLU
             for g in range(together):
                 lane = u32(own + g)
                 f = u32(f0 + lane)
                 if f < F and lane < filters_:
-                    best, where = pooled(total, g * window, w[bias + f] if has_bias else ZERO)
+                    best, where, shift = total[g * window], u32(0), w[bias + f] if has_bias else ZERO
+                    for k in range(1, window):
+                        if total[g * window + k] > best:
+                            best, where = total[g * window + k], u32(k)
+                    best += shift
+                    if relu and not best > ZERO:
+                        best, where = ZERO, inactive
                     place = offset(n, U, u32(u0 + u), V, v, F, f)
                     y[place] = best
                     argmax[place] = np.uint8(where)
