@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from functools import cache
-from typing import Any
 
 from numba import cuda
 
@@ -167,38 +166,15 @@ def linear_backward_weights(D: int, O: int, has_bias: bool, relu: bool, slices: 
 
 
 @cache
-def softmax_of(O: int) -> Any:  # noqa: E741
-    """Return the device function (score, o, label) of one of O scores.
-
-    Its results: the gradient of score o of the cross entropy of the softmax; the loss, if o is the label; whether the
-    label's is the first largest.
-    """
-
-    def softmax(score, o, label):
-        best, largest = u32(0), score[0]
-        for k in range(1, O):
-            if score[u32(k)] > largest:
-                best, largest = u32(k), score[u32(k)]
-        exps = ZERO
-        for k in range(O):
-            exps += f32(math.exp(score[u32(k)] - largest))
-        own, target = score[o] - largest, ONE if o == label else ZERO
-        return f32(math.exp(own)) / exps - target, f32(math.log(exps)) - own, best == label
-
-    return cuda.jit(device=True)(softmax)
-
-
-@cache
 def linear_head(D: int, O: int, has_bias: bool, slices: int) -> Kernel:  # noqa: E741
     """The last linear layer, softmax, cross entropy and their gradients, a block per image of a slice.
 
     Writes scores; (loss, hit) of each place in the order; dx = d_scores @ w.T; and partial gradients of w, one per
     slice.
     """
-    softmax = softmax_of(O)
     lanes, owned = u32(lanes_of(O)), -(-D * O // BLOCK)  # weights of a thread
     parts, rows = u32(BLOCK // int(lanes)), u32(D + has_bias)
-    d_count, o_count = D, int(lanes)
+    d_count, o_count, outputs = D, int(lanes), O
     D, O, size, slices_, block = u32(D), u32(O), u32(D * O), u32(slices), u32(BLOCK)  # noqa: E741
 
     def linear_head(x, labels, order, ahead, w, scores, outcomes, dx, partial, count):
@@ -235,16 +211,23 @@ def linear_head(D: int, O: int, has_bias: bool, slices: int) -> Kernel:  # noqa:
                 score[t] = value
                 scores[offset(n, O, t)] = value
             cuda.syncthreads()
-            # softmax, loss, and the gradient of the scores
+            # softmax and the gradient of a score; the label's thread has the loss, and whether it is the first largest
             if t < O:
                 label = u32(labels[image_at(order, ahead, n)])
-                g, loss, hit = softmax(score, t, label)
-                g *= scale
+                best, largest, exps = u32(0), score[0], ZERO
+                for q in range(1, outputs):
+                    if score[u32(q)] > largest:
+                        best, largest = u32(q), score[u32(q)]
+                for q in range(outputs):
+                    exps += f32(math.exp(score[u32(q)] - largest))
+                own, target = score[t] - largest, ONE if t == label else ZERO
+                g = (f32(math.exp(own)) / exps - target) * scale
                 d_score[t] = g
                 total_b += g
                 if t == label:
                     place = u32(order[0] + ahead + n)
-                    outcomes[offset(place, 2, 0)], outcomes[offset(place, 2, 1)] = loss, ONE if hit else ZERO
+                    outcomes[offset(place, 2, 0)] = f32(math.log(exps)) - own
+                    outcomes[offset(place, 2, 1)] = ONE if best == label else ZERO
             cuda.syncthreads()
             # the gradients of the inputs, and of the weights that the thread owns
             k = t
