@@ -137,7 +137,7 @@ class LayerwiseProgram(FlatProgram[Array, Split[Array]]):
         self._x = self._ops.empty((self.batch_size, *self.network.input_shape), np.float32)
         self._labels = self._ops.empty((self.batch_size,), np.int32)
         self._chain = Chain(self._ops, self.network.stages, self.batch_size, self._x, None)
-        self._warm_up()
+        self._warm_up(1)
 
     @in_scope
     def load(self, images: np.ndarray, labels: np.ndarray) -> Split[Array]:
@@ -217,10 +217,10 @@ class LayerwiseProgram(FlatProgram[Array, Split[Array]]):
         self._watch = until_done if watch else unwatched
         return True
 
-    def _warm_up(self) -> None:
+    def _warm_up(self, images: int) -> None:
         """Run one step on zeros and look at them, so that every kernel is compiled before anything is timed."""
-        zeros = self.load(np.zeros((1, *self.network.input_shape), np.float32), np.zeros(1, np.int32))
-        self.train(zeros, np.zeros(1, np.int64), 0.0)
+        zeros = self.load(np.zeros((images, *self.network.input_shape), np.float32), np.zeros(images, np.int32))
+        self.train(zeros, np.arange(images), 0.0)
         self.predict(zeros)
         self.restore({"parameters": np.zeros(self.network.parameter_count, np.float32)})
 

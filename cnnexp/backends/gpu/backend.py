@@ -80,13 +80,10 @@ class GpuProgram(LayerwiseProgram):
         split, places = next(streamed.parts(handle, indices))
         return super().forward(split, places, trains, indices)
 
-    def _warm_up(self) -> None:
+    def _warm_up(self, images: int) -> None:
         """As of all layerwise programs, and with a whole batch, whose sums other kernels may make."""
-        super()._warm_up()
-        batch = self.batch_size
-        zeros = np.zeros((batch, *self.network.input_shape), np.float32)
-        self.train(super().load(zeros, np.zeros(batch, np.int32)), np.arange(batch), 0.0)
-        self.restore({"parameters": np.zeros(self.network.parameter_count, np.float32)})
+        super()._warm_up(images)
+        super()._warm_up(self.batch_size)
         if not self.network.draws:  # a graph would draw the same in every step
             self._passes = self._captured()
 
