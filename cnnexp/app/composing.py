@@ -36,7 +36,7 @@ def explain(error: Exception, config_keys: Callable[[], Sequence[str]]) -> Confi
     raised_in = list(traceback.walk_tb(error.__traceback__))[-1][0].f_globals["__name__"]
     if not {module.partition(".")[0] for module in (str(raised_in), type(error).__module__)} & COMPOSERS:
         return None
-    text = re.sub(r"^LexerNoViableAltException: ", "", str(error))
+    text = re.sub(r"^LexerNoViableAltException: ", "", said := str(error) or str(error.__cause__))
     if match := re.match(r"Could not (?:override|delete from config\.) '([^']+)'", text):
         return _unknown_key(match[1], text, config_keys())
     if match := re.search(r"Could not (?:find|load) '(.+?)/([^/']+)'", text):
@@ -49,7 +49,7 @@ def explain(error: Exception, config_keys: Callable[[], Sequence[str]]) -> Confi
         return ConfigError(f"{mark.name}, line {mark.line + 1}: not YAML: {error.problem}")
     if isinstance(error, UnicodeDecodeError):
         return ConfigError(f"{_file_read(error)}: not UTF-8 text: {error}")
-    if text != str(error) or "token recognition error" in text:
+    if text != said or "token recognition error" in text:
         return ConfigError(
             f"cannot read {_one_line(text).rstrip(' ^')}; quote a value of other letters: KEY=\"'VALUE'\""
         )

@@ -44,7 +44,7 @@ def call(place: str, question: bytes, limit_s: float) -> bytes:
             _children.remove(child)
     if child.returncode:
         found = LAST_WORDS.search(told.decode(errors="replace"))
-        raise ChildDied(_ending(child.returncode) + (f" ({found[0]})" if found else ""))
+        raise ChildDied(ending(child.returncode, "ended") + (f" ({found[0]})" if found else ""))
     return answer
 
 
@@ -66,8 +66,9 @@ def serve() -> None:
         out.write(getattr(importlib.import_module(module), function)(sys.stdin.buffer.read()))
 
 
-def _ending(exit_code: int) -> str:
+def ending(exit_code: int, how: str) -> str:
+    """Return what a process came to; `how` a signal did it, `ended` or `killed`."""
     if exit_code < 0:
         with contextlib.suppress(ValueError):  # a real-time signal has no name
-            return f"was ended by {signal.Signals(-exit_code).name}"
+            return f"was {how} by {signal.Signals(-exit_code).name}"
     return f"ended with exit code {exit_code}"

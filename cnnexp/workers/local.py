@@ -25,6 +25,7 @@ import numpy as np
 import psutil
 
 from cnnexp.errors import CnnexpError, WorkerDied, reason_of
+from cnnexp.system.child import ending
 from cnnexp.system.heartbeat import Heartbeat, beat
 from cnnexp.workers.collective import share
 from cnnexp.workers.guard import SILENT
@@ -281,4 +282,4 @@ def _failure(process: SpawnProcess, failure: Connection) -> str | None:
     with contextlib.suppress(EOFError):
         if failure.poll():
             return f"failed: {failure.recv()}"
-    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+    return ending(code, "killed")
