@@ -14,15 +14,15 @@ compared with the very numbers that they draw: where a network has a Dropout, th
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from benchmarks.cases import CASES, DROPOUT_SEED, LOSS, Case, data, visiting_order
+from benchmarks.layer_cost import without
 from benchmarks.ours import FEWER
-from cnnexp.network import Dropout, Layer, Network, Residual
+from cnnexp.network import Dropout
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
@@ -48,7 +48,7 @@ def expected(case: Case, mnist: str | None = None) -> dict[str, np.ndarray]:
         scores = reference.forward(trial.layers(), trial.float_images)[-1]
         powers = np.exp(scores - scores.max(axis=1, keepdims=True))
         return {"probabilities": powers / powers.sum(axis=1, keepdims=True)}
-    still = replace(case, network=_without_dropout(case.network))
+    still = replace(case, network=without(case.network, Dropout)) if case.network.draws else case
     found = {}
     for n in {case.batch_size, *(n for n in FEWER if n < case.batch_size)}:
         for mark, job in {"": still, **({"drawn_": case} if case.network.draws else {})}.items():
@@ -61,19 +61,6 @@ def expected(case: Case, mnist: str | None = None) -> dict[str, np.ndarray]:
                 apart = max(np.linalg.norm(other[name] - value) for other in nudged)
                 found |= {f"{mark}{name}_{n}": value, f"{mark}blur_{name}_{n}": apart / np.linalg.norm(value)}
     return found
-
-
-def _without_dropout(network: Network) -> Network:
-    """Return the network without its Dropouts, which has the same parameters."""
-
-    def kept(layers: Iterable[Layer]) -> tuple[Layer, ...]:
-        return tuple(
-            replace(layer, layers=kept(layer.layers)) if isinstance(layer, Residual) else layer
-            for layer in layers
-            if not isinstance(layer, Dropout)
-        )
-
-    return Network(network.input_shape, kept(network.layers)) if network.draws else network
 
 
 def _answer(case: Case, parameters: np.ndarray, images: np.ndarray, labels: np.ndarray) -> dict[str, np.ndarray]:

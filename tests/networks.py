@@ -55,6 +55,11 @@ NETWORKS = {
     "batch_norm": ((5, 4, 2), (
         Conv2d(3, 2), BatchNorm2d(), ReLU(), Conv2d(4, 2), BatchNorm2d(0.5, 1e-2), Tanh(), BatchNorm2d(1.0), *END,
     )),
+    "batch_norm_pooled": ((8, 8, 3), (
+        Conv2d(18, 3, padding="same", bias=False), BatchNorm2d(), ReLU(), MaxPool2d(2), Conv2d(5, 1), BatchNorm2d(),
+        Residual((Conv2d(5, 3, padding="same"), BatchNorm2d(), MaxPool2d(2)), "padded"), ReLU(),
+        BatchNorm2d(), MaxPool2d(2), ReLU(), *END,
+    )),
     "batch_norm_first": ((3, 3, 2), (BatchNorm2d(), Conv2d(3, 2), GlobalAvgPool(), Linear(3))),
     "grouped_points": ((4, 3, 2), (Conv2d(6, 1, groups=2), Flatten(), Linear(3))),
     "batch_norm_last": ((3, 3, 2), (Conv2d(3, 2), ReLU(), Residual((ReLU(),)), BatchNorm2d(), Flatten())),

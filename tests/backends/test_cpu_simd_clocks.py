@@ -15,6 +15,7 @@ from cnnexp.backends.parts import BACKWARD, FOLLOWED, FORWARD, TRANSFORMED
 from cnnexp.backends.simd.compiler.emit import FLOAT
 from cnnexp.backends.simd.lowering import Plan
 from cnnexp.backends.simd.runtime.program import make_plan
+from cnnexp.network import BatchNorm2d
 
 OWNED = Network((12, 12, 1), (Conv2d(5, 3), ReLU(), Conv2d(6, 3), MaxPool2d(2), Flatten(), Linear(21), Linear(5)))
 CLOCKED = OnTarget(replace(HOST, clocks=True))
@@ -39,6 +40,17 @@ def test_clocks_change_no_number_and_tell_every_layer(network):
     computing = {stage.name for stage in network.stages if not isinstance(stage.layer, Flatten)}
     assert {(what, name) for name in computing for what in (FORWARD, BACKWARD)} <= told
     assert {("gather", "batch"), (FORWARD, "loss"), ("update", "parameters"), ("wait", "threads")} <= told
+
+
+def test_one_thread_waits_for_nobody():
+    """Nor is it waiting when, in a step with seams, other tiles have their turn."""
+    network = Network((8, 8, 3), (Conv2d(16, 3, padding="same"), BatchNorm2d(), ReLU(), Flatten(), Linear(3)))
+    case = make_case(network, images=64)
+    program, handle = started(OnTarget(CLOCKED.target, threads=1), case, SGD(), 64)
+    for _ in range(3):
+        program.train(handle, np.arange(64), 0.1)
+    seconds = {part.what: value for part, value in program.clocked()}
+    assert seconds.get("wait", 0) < sum(seconds.values()) / 50
 
 
 def test_the_backend_has_clocks_only_when_asked():

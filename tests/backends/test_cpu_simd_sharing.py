@@ -9,7 +9,7 @@ from llvmlite import ir
 from machine_code import add_function
 
 from cnnexp import AvgPool2d, Conv2d, Dropout, Flatten, Linear, MaxPool2d, Network, ReLU, Residual, ResNet, testing
-from cnnexp.backends.simd.compiler.emit import FLOAT, Offset
+from cnnexp.backends.simd.compiler.emit import FLOAT, INDEX, Offset
 from cnnexp.backends.simd.lowering import Plan
 
 BLOCK = (Conv2d(6, 3, padding="same"), ReLU(), Dropout(0.25))
@@ -22,7 +22,7 @@ def module_of(plan, keyed=True):
         kernels = getattr(plan, name)
         if not keyed:
             kernels = [(kernel, emit._emit) for kernel, emit in kernels]
-        add_function(module, name, plan.target, kernels, [FLOAT] * 3)
+        add_function(module, name, plan.target, kernels, [FLOAT, FLOAT, FLOAT, INDEX])
     return module
 
 
@@ -55,7 +55,7 @@ def test_kernels_on_the_scratch_buffer_are_others():
     node, keys = copy.copy(plan.nodes[0]), set()
     for offset in (Offset(64), Offset(128), Offset(-128)):
         node.x = replace(node.x, offset=offset)
-        keys.add(plan._key(node, "forward", "forward")[0])
+        keys.add(plan._key(node, "forward", "forward", [])[0])
     assert len(keys) == 2
 
 

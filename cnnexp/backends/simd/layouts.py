@@ -19,16 +19,13 @@ import numpy as np
 from llvmlite import ir
 
 from cnnexp.backends.simd.compiler.clocks import Clocks
-from cnnexp.backends.simd.compiler.emit import INDEX, Emitter, Offset, Pointer, Target
+from cnnexp.backends.simd.compiler.emit import INDEX, LINE_FLOATS, Emitter, Offset, Pointer, Target
 from cnnexp.network import ConvStage, LinearStage, Parameter, Shape
 
 
 def round_up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
-
-LINE_FLOATS = 16
-"""Of a cache line."""
 
 SHORT_ROW = 256
 """Floats of rows that are stored without room between them."""

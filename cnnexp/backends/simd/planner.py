@@ -160,7 +160,9 @@ def split(network: Sequence[Stage]) -> list[Section]:
         taken: list[Stage] = [stage]
         if isinstance(stage, net.ConvStage):
             taken += _follow(stages)
-        elif isinstance(stage, net.LinearStage | net.NormStage | net.ResidualStage):
+        elif isinstance(stage, net.NormStage):
+            taken += _follow(stages, tiled=True)
+        elif isinstance(stage, net.LinearStage | net.ResidualStage):
             taken += [stages.pop(0)] if stages and isinstance(stages[0].layer, net.ReLU) else []
         if isinstance(stage, net.ResidualStage):
             sections += [Section((stage,), False, opens=True), *split(stage.stages)]
@@ -168,22 +170,28 @@ def split(network: Sequence[Stage]) -> list[Section]:
     return sections
 
 
-def _follow(following: list[Stage]) -> list[Stage]:
-    """Take a ReLU and a max-pool, in either order, that a convolution can compute along."""
+def _follow(following: list[Stage], tiled: bool = False) -> list[Stage]:
+    """Take a ReLU and a max-pool, in either order, that a convolution can compute along; `tiled`: a normalization."""
     taken: list[Stage] = []
     while following:
         kind = type(following[0].layer)
-        fits = kind is net.ReLU or _fits_windows(following[0])
+        fits = kind is net.ReLU or _fits_windows(following[0], tiled)
         if not fits or any(isinstance(stage.layer, kind) for stage in taken):
             break
         taken.append(following.pop(0))
     return taken
 
 
-def _fits_windows(pool: Stage) -> bool:
-    """Whether a stage is a max-pool whose windows are small, do not overlap and do not reach past the image."""
+def _fits_windows(pool: Stage, tiled: bool) -> bool:
+    """Whether a stage is a max-pool whose windows are small, do not overlap and do not reach past the image.
+
+    Args:
+        tiled: whether every pixel must be in a window of four.
+    """
     if not isinstance(pool, net.PoolStage) or not isinstance(pool.layer, net.MaxPool2d) or pool.window.padded:
         return False
+    if tiled:
+        return pool.window.size == pool.window.stride == 2 and not any(count % 2 for count in pool.input_shape[:2])
     return pool.window.size <= min(LARGEST_WINDOW, pool.window.stride)
 
 

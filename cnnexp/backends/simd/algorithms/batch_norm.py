@@ -1,10 +1,12 @@
-"""`batch-norm`: BatchNorm2d [+ ReLU], in either layout of images; its statistics are those of the whole batch.
+"""`batch-norm`: BatchNorm2d [+ ReLU] [+ MaxPool2d], in either layout of images; its statistics are the whole batch's.
 
 The step is cut twice at each: where a batch is normalized, and where its gradient needs two sums over it. Before a cut
 every tile of images leaves its part in its own arena, then all threads meet, and each adds up all parts, in their
-order: see `Seam`. A tile's part of the variance is taken around the tile's own mean (Chan, Golub and LeVeque 1983), so
-that nothing cancels; what rounding takes off a mean is kept beside it, as a small deviation makes it large. Whether the
-ReLU let a number through follows from the input. `predict` has a scale and a shift, see `folding`, and no cut.
+order: see `Seam`. A tile's part of the variance is taken around the tile's own mean (Chan, Golub and LeVeque 1983), in
+one pass, around the mean of its first row: a part f of the numbers has a mean at most sqrt(1 / f) deviations from that
+of all, so that 1 / f roundings may add up. What rounding takes off a mean is kept beside it, as a small deviation makes
+it large. Whether the ReLU let a number through follows from the input. `predict` has a scale and a shift, see
+`folding`, and no cut.
 
 Where a share is many tiles, the output is not kept either: a convolution that reads it in its backward pass has it made
 again just before (Chen, Xu, Zhang and Guestrin 2016), in the scratch buffer. One thread, batch 128, Zen 4: MobileNet
@@ -17,8 +19,11 @@ normalization every second sum, or two of three, is made again, for the next sum
 from __future__ import annotations
 
 import contextlib
+import functools
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 from llvmlite import ir
 
@@ -26,19 +31,24 @@ from cnnexp.backends.simd.algorithms.cost import Work, passes
 from cnnexp.backends.simd.algorithms.node import Node, Seam, Section
 from cnnexp.backends.simd.compiler.emit import FLOAT, INDEX, INT, Emitter, Kernels, Offset, Pointer, Target, chunks
 from cnnexp.backends.simd.layouts import Layout, Tensor, round_up
-from cnnexp.network import NormStage
+from cnnexp.network import NormStage, PoolStage
 
 TOGETHER = 4
-"""Vectors of a pixel that are taken at once: two cache lines of 8 lanes, and constants that the registers hold."""
+"""Vectors that are taken at once: two cache lines of 8 lanes, and sums and constants that the registers hold."""
 
-TILES, FIRST = 1, 2
-"""Where the table of a seam says how many tiles there are, and the images of each; first of all, which is meant."""
+SHARE, SHARES, TILES, AHEAD, FIRST = range(5)
+"""Where the table of a step with seams says what is meant.
+
+A meeting's share, how many there are, how many tiles, the floats from a tile's arena to that of the share's next one,
+and the images of each.
+"""
 
 
 class BatchNormNode(Node[Tensor, Tensor]):
-    """BatchNorm2d [+ ReLU].
+    """BatchNorm2d [+ ReLU] [+ MaxPool2d], whose windows tile the image: which pixel was the largest is found again.
 
     Attributes:
+        pixels: of an image. window: S where it pools, else 0.
         table: where in the arena the rows of a number per channel lie. `own_` and the sums of dy and dy * n are of the
             tile; `rest` is the mean distance from a mean, which rounding leaves; `slope` and `level` are dx's factors.
     """
@@ -50,18 +60,18 @@ class BatchNormNode(Node[Tensor, Tensor]):
     keeps_y = False
     stage: NormStage
 
-    def __init__(self, stage: NormStage, rectify: bool) -> None:
-        super().__init__(stage.name, stage.output_shape)
+    def __init__(self, stage: NormStage, rectify: bool, pool: PoolStage | None) -> None:
+        super().__init__(stage.name, (pool or stage).output_shape)
         self.stage, self.rectify = stage, rectify
-        self.pixels = math.prod(self.shape[:2])
+        self.pixels, self.window = math.prod(stage.output_shape[:2]), pool.window.size if pool else 0
 
     @classmethod
     def of(cls, sections: Sequence[Section], first: bool) -> BatchNormNode | None:
         section = sections[0]
-        return cls(section.stage, section.rectify) if isinstance(section.stage, NormStage) else None
+        return cls(section.stage, section.rectify, section.pool) if isinstance(section.stage, NormStage) else None
 
     def work(self, target: Target, images: int, needs_dx: bool) -> dict[str, Work]:
-        size = math.prod(self.shape)
+        size = math.prod(self.stage.output_shape)
         found = {
             "statistics": passes(size, 4, target, images, 1),
             "forward": passes(size, 4, target, images),
@@ -83,62 +93,85 @@ class BatchNormNode(Node[Tensor, Tensor]):
             if alone:
                 parameters = ("scale", self.stage.weight), ("shift", self.stage.bias)
                 rows |= {name: k.parameters + plan.parameters.offset(parameter) for name, parameter in parameters}
-            for block in _blocks(k, self.x):
+            for block in self._blocks(k):
                 mean = None if alone else block.constants(rows["mean"])
                 scale, level = block.constants(rows["scale"]), block.constants(rows["shift"])
-                for at, _ in block.pixels():
-                    for u, (x, y) in enumerate(zip(block.places(at(self.x)), block.places(at(self.y)), strict=True)):
+                for pixels in block.pixels():
+                    values = []
+                    for u, x in enumerate(pixels.places(self.x)):
                         distance = k.subtract(k.load(x), mean[u]) if mean else k.load(x)
-                        value = k.fma(distance, scale[u], level[u])
-                        k.store_part(k.rectify(value) if self.rectify else value, y, block.valid[u])
+                        values.append(k.fma(distance, scale[u], level[u]))
+                    if self.window:
+                        values = [value for value, _ in block.maxima(values)]
+                    for value, y, valid in zip(values, pixels.places(self.y), block.valid, strict=False):
+                        k.store_part(k.rectify(value) if self.rectify else value, y, valid)
 
         return [*([] if alone else [("statistics", self._statistics)]), ("forward", run)]
 
     def _statistics(self, k: Emitter) -> None:
         """Leave the tile's mean, the mean distance from it, which rounding leaves, and the sum of squared distances."""
-        count = k.builder.uitofp(k.builder.mul(k.count, INDEX(self.pixels)), FLOAT)
-        share = k.spread(k.builder.fdiv(FLOAT(1), count))
-        for block in _blocks(k, self.x):
-            totals, squares, rests = (k.variables(len(block.valid)) for _ in range(3))
-            for at, inside in block.pixels():
-                for total, place in zip(totals, block.places(at(self.x)), strict=True):
-                    k.increase(total, inside(k.load(place)))
-            block.finish(totals, k.arena + self.table["own_mean"], share)
-            mean = block.constants(k.arena + self.table["own_mean"])
-            for at, inside in block.pixels():
-                for total, rest, middle, place in zip(squares, rests, mean, block.places(at(self.x)), strict=True):
-                    distance = inside(k.subtract(k.load(place), middle))
-                    k.accumulate(total, distance, distance)
-                    k.increase(rest, distance)
-            block.finish(squares, k.arena + self.table["own_squares"])
-            block.finish(rests, k.arena + self.table["own_rest"], share)
+        mean, rest, squares = (k.arena + self.table[name] for name in ("own_mean", "own_rest", "own_squares"))
+        images = k.least(k.count, INDEX(self.x.lanes)), k.count  # where the first row is, and all
+        numbers = max(1, self.window) * self.x.shape[1], self.pixels
+        counts = [k.builder.uitofp(k.scaled(n, number), FLOAT) for n, number in zip(images, numbers, strict=True)]
+        row, share = (k.spread(k.builder.fdiv(FLOAT(1), count)) for count in counts)
+        for block in self._blocks(k):
+            # the mean of the first row, then distances from it
+            totals, distances, products = (k.variables(len(block.valid)) for _ in range(3))
+            for pixels in block.pixels(first_row=True):
+                for total, place in zip(totals, pixels.places(self.x), strict=True):
+                    k.increase(total, pixels.inside(k.load(place)))
+            block.finish(totals, mean, row)
+            middles = block.constants(mean)
+            for pixels in block.pixels():
+                for u, place in enumerate(pixels.places(self.x)):
+                    distance = pixels.inside(k.subtract(k.load(place), middles[u]))
+                    k.increase(distances[u], distance)
+                    k.accumulate(products[u], distance, distance)
+            block.finish(distances, rest, share)
+            block.finish(products, squares)
+        # per channel, in vectors: both around the tile's own mean
+        for vector, _ in k.vectors(self.shape[2]):
+            channel = k.builder.mul(vector, INDEX(k.lanes))
+            near, distance, product = (k.load(at.at(channel)) for at in (mean, rest, squares))
+            own = k.add(near, distance)
+            k.store(own, mean.at(channel))
+            k.store(k.subtract(distance, k.subtract(own, near)), rest.at(channel))
+            less = k.multiply(k.multiply(distance, distance), k.spread(counts[1]))
+            k.store(k.rectify(k.subtract(product, less)), squares.at(channel))
 
     def backward(self, plan: Layout) -> Kernels:
         return [("sums", lambda k: self._sums(k, plan)), *(super().backward(plan) if self.dx else [])]
 
-    def _gradient(self, k: Emitter, block: Block) -> Callable[..., list[tuple[ir.Value, ir.Value]]]:
-        """Return what gives, of a pixel, the distances of x from the mean and the gradient before the ReLU."""
+    def _gradient(self, k: Emitter, block: Block) -> Callable[[Pixels], list[tuple[ir.Value, ir.Value]]]:
+        """Return what gives, of pixels, the distances of x from the mean and the gradient before the ReLU."""
         mean, scale, shift = (block.constants(k.arena + self.table[name]) for name in ("mean", "scale", "shift"))
 
-        def found(at: Callable, inside: Callable) -> list[tuple[ir.Value, ir.Value]]:
-            values = []
-            for u, (x, dy) in enumerate(zip(block.places(at(self.x)), block.places(at(self.dy)), strict=True)):
-                distance, gradient = k.subtract(k.load(x), mean[u]), inside(k.load(dy))
-                if self.rectifies_dy:
-                    gradient = k.where_positive(k.fma(distance, scale[u], shift[u]), gradient)
-                values.append((distance, gradient))
-            return values
+        def found(pixels: Pixels) -> list[tuple[ir.Value, ir.Value]]:
+            distances = [k.subtract(k.load(x), mean[u]) for u, x in enumerate(pixels.places(self.x))]
+            values = [k.fma(distance, scale[u], shift[u]) for u, distance in enumerate(distances)]
+            gradients = [pixels.inside(k.load(dy)) for dy in pixels.places(self.dy)]
+            largest = block.maxima(values) if self.window else [(value, None) for value in values]
+            if self.rectifies_dy:
+                gradients = [k.where_positive(value, dy) for (value, _), dy in zip(largest, gradients, strict=True)]
+            if self.window:
+                gradients = [
+                    k.select(k.equal(where, code), dy, k.zero())
+                    for code in range(self.window**2)
+                    for (_, where), dy in zip(largest, gradients, strict=True)
+                ]
+            return list(zip(distances, gradients, strict=True))
 
         return found
 
     def _sums(self, k: Emitter, plan: Layout) -> None:
         """Leave the tile's sums of dy and of dy * n, n being x normalized; they are the parameters' gradients."""
         rows = {name: k.arena + offset for name, offset in self.table.items()}
-        for block in _blocks(k, self.x):
+        for block in self._blocks(k):
             gradients = self._gradient(k, block)
             sums, products = k.variables(len(block.valid)), k.variables(len(block.valid))
-            for at, inside in block.pixels():
-                for total, product, (distance, gradient) in zip(sums, products, gradients(at, inside), strict=True):
+            for pixels in block.pixels():
+                for total, product, (distance, gradient) in zip(sums, products, gradients(pixels), strict=True):
                     k.increase(total, gradient)
                     k.accumulate(product, distance, gradient)
             block.finish(sums, rows["sum"])
@@ -156,15 +189,27 @@ class BatchNormNode(Node[Tensor, Tensor]):
 
     def emit_backward(self, k: Emitter, plan: Layout) -> None:
         """dx = scale * dy + slope * (x - mean) + level."""
-        for block in _blocks(k, self.x):
+        for block in self._blocks(k):
             gradients = self._gradient(k, block)
             names = ("scale", "slope", "level")
             scale, slope, level = (block.constants(k.arena + self.table[name]) for name in names)
-            for at, inside in block.pixels():
-                places = block.places(at(self.needed_dx))
-                for u, (distance, gradient) in enumerate(gradients(at, inside)):
+            for pixels in block.pixels():
+                places = pixels.places(self.needed_dx)
+                for u, (distance, gradient) in enumerate(gradients(pixels)):
                     value = k.fma(scale[u], gradient, k.fma(slope[u], distance, level[u]))
-                    k.store_part(inside(value), places[u], block.valid[u])
+                    k.store_part(pixels.inside(value), places[u], block.valid[u])
+
+    def _blocks(self, k: Emitter) -> Iterator[Block]:
+        """Run what follows for the vectors of a pixel, block by block."""
+        (_, width, channels), step = self.x.shape, k.lanes // self.x.lanes
+        most = k.target.registers // (4 * self.window**2) if self.window else TOGETHER
+        for first, size, times in chunks(channels // step, most) if channels // step else []:
+            window = (self.window, self.window) if self.window else (1, math.gcd(TOGETHER // size, width))
+            with k.loop(times) as t:
+                yield Block(k, self.x, window, k.scaled(t, size * step, first * step), [k.lanes] * size)
+        if channels % step:
+            window = (max(1, self.window),) * 2
+            yield Block(k, self.x, window, INDEX(channels - channels % step), [channels % step])
 
     # what all threads do when they have met
 
@@ -182,7 +227,7 @@ class BatchNormNode(Node[Tensor, Tensor]):
         """
         layer, epsilon = self.stage.layer, self.stage.layer.epsilon
         meeting = Meeting(k, plan, self.pixels)
-        size, alone = meeting.size(), k.builder.icmp_signed("==", meeting.index, INDEX(0))
+        size, alone = meeting.size(), k.builder.icmp_signed("==", meeting.share, INDEX(0))
         unbiased = k.builder.fsub(size, FLOAT(1))
         unbiased = k.builder.select(k.builder.fcmp_ordered("<", unbiased, FLOAT(1)), FLOAT(1), unbiased)
         for vector, valid in k.vectors(self.shape[2]):
@@ -205,8 +250,7 @@ class BatchNormNode(Node[Tensor, Tensor]):
             scale = k.multiply(inverse, weight)
             shift = k.subtract(bias, k.multiply(left, scale))
             values = {"mean": middle, "rest": left, "inverse": inverse, "scale": scale, "shift": shift}
-            for name, value in values.items():
-                k.store(value, (meeting.own + self.table[name]).at(channel))
+            meeting.store({self.table[name]: value for name, value in values.items()}, channel)
             with k.builder.if_then(alone):
                 spread = k.multiply(squares.get(), k.spread(k.builder.fdiv(FLOAT(1), unbiased)))
                 for average, value in zip(self.stage.running, (middle, spread), strict=True):
@@ -226,26 +270,25 @@ class BatchNormNode(Node[Tensor, Tensor]):
                 for variable, name in ((total, "sum"), (product, "product")):
                     k.increase(variable, k.load((arena + self.table[name]).at(channel)))
             names = ("inverse", "scale", "rest")
-            inverse, scale, rest = (k.load((meeting.own + self.table[name]).at(channel)) for name in names)
+            inverse, scale, rest = (k.load((meeting.first + self.table[name]).at(channel)) for name in names)
             factor = k.multiply(scale, share)
             slope = k.multiply(k.multiply(factor, inverse), product.get())
             level = k.subtract(k.multiply(factor, total.get()), k.multiply(slope, rest))
-            for name, value in (("slope", slope), ("level", level)):
-                k.store(value, (meeting.own + self.table[name]).at(channel))
+            meeting.store({self.table["slope"]: slope, self.table["level"]: level}, channel)
 
 
 class Meeting:
-    """What a thread sees of the tiles when all have met. Buffers: parameters, running averages, arenas, table (int64).
+    """What a share sees of the tiles when all have met. Buffers: parameters, running averages, arenas, table (int64).
 
     Attributes:
-        index, own: which arena is written, and its address.
+        share, first: its number, and the arena of its first tile.
     """
 
     def __init__(self, k: Emitter, plan: Layout, pixels: int) -> None:
         self._k, self._stride, self._pixels = k, plan.arena.stride, pixels
         *_, self._arenas, self._table = k.buffers
-        self.index = self._number(INDEX(0))
-        self.own = self._arenas.at(self.index, self._stride)
+        self.share = self._number(INDEX(SHARE))
+        self.first = self._arenas.at(self.share, self._stride)
 
     def size(self) -> ir.Value:
         """Return the numbers of a channel in the batch."""
@@ -264,6 +307,14 @@ class Meeting:
                 numbers = builder.mul(images, INDEX(self._pixels))
                 yield self._arenas.at(tile, self._stride), builder.uitofp(numbers, FLOAT)
 
+    def store(self, values: dict[Offset, ir.Value], channel: ir.Value) -> None:
+        """Store values of a vector of channels in the rows of all tiles of the share."""
+        shares, tiles = (self._number(INDEX(at)) for at in (SHARES, TILES))
+        with self._k.loop(self._k.builder.udiv(tiles, shares)) as i:
+            arena = self.first.at(self._k.builder.mul(i, shares), self._stride)
+            for row, value in values.items():
+                self._k.store(value, (arena + row).at(channel))
+
     def _number(self, at: ir.Value) -> ir.Value:
         return self._k.builder.load(self._k.builder.gep(self._table.value(INDEX), [at]))
 
@@ -271,53 +322,75 @@ class Meeting:
 class Block:
     """Some neighbouring vectors of every pixel: of `lanes` channels each, or of one channel of `lanes` images.
 
-    Of each vector as many lanes count as `valid` says.
+    Some pixels are taken at once: a window's, or where the vectors are few as many as keep sums from waiting.
+
+    Attributes:
+        window: pixels at once, down and across. valid: how many lanes count of each vector, pixel by pixel.
     """
 
-    def __init__(self, k: Emitter, x: Tensor, channel: ir.Value, valid: list[int]) -> None:
-        self._k, self._x, self._channel, self.valid = k, x, channel, valid
+    def __init__(self, k: Emitter, x: Tensor, window: tuple[int, int], channel: ir.Value, valid: list[int]) -> None:
+        self.k, self.x, self.window, self.channel, self.vectors = k, x, window, channel, len(valid)
+        self.valid = valid * math.prod(window)
 
     def constants(self, row: Pointer) -> list[ir.Value]:
         """Load a vector for each, from a row of a number per channel."""
-        k, at = self._k, row.at(self._channel)
-        return [k.splat(at + u) if self._x.lanes > 1 else k.load(at + u * k.lanes) for u in range(len(self.valid))]
+        k, at = self.k, row.at(self.channel)
+        found = [k.splat(at + u) if self.x.lanes > 1 else k.load(at + u * k.lanes) for u in range(self.vectors)]
+        return found * math.prod(self.window)
 
-    def places(self, pixel: Pointer) -> list[Pointer]:
-        """Return the address of each vector of a pixel."""
-        first = pixel.at(self._channel, self._x.lanes)
-        return [first + u * self._k.lanes for u in range(len(self.valid))]
+    def maxima(self, values: Sequence[ir.Value]) -> list[tuple[ir.Value, ir.Value]]:
+        """Return the largest of every vector's pixels, and which it was."""
+        k = self.k
+        codes = [k.integers(code) for code in range(math.prod(self.window))]
+        return [k.first_maximum(list(zip(values[u :: self.vectors], codes, strict=True))) for u in range(self.vectors)]
 
     def finish(self, totals: Sequence, row: Pointer, factor: ir.Value | None = None) -> None:
         """Store the sums of the channels, times a vector of one factor, if given, in a row."""
-        k, at = self._k, row.at(self._channel)
-        for u, total in enumerate(totals):
-            value = total.get() if factor is None else k.multiply(total.get(), factor)
-            if self._x.lanes > 1:
+        k, at = self.k, row.at(self.channel)
+        for u in range(self.vectors):
+            value = functools.reduce(k.add, [total.get() for total in totals[u :: self.vectors]])
+            value = value if factor is None else k.multiply(value, factor)
+            if self.x.lanes > 1:
                 k.builder.store(k.sum_lanes(value), (at + u).value(FLOAT), align=4)
             else:
                 k.store(value, at + u * k.lanes)
 
-    def pixels(self) -> Iterator[tuple[Callable[[Tensor], Pointer], Callable[[ir.Value], ir.Value]]]:
-        """Run what follows for every pixel: with its address in a tensor, and what makes 0 of lanes with no image."""
-        k, (height, width, _), lanes = self._k, self._x.shape, self._x.lanes
-        with k.loop(k.groups(lanes)) as n:
+    def pixels(self, first_row: bool = False) -> Iterator[Pixels]:
+        """Run what follows for all pixels, or those of the first row, as many at once as are in a window."""
+        k, lanes = self.k, self.x.lanes
+        height, width = (count // size for count, size in zip(self.x.shape, self.window, strict=False))
+        with k.loop(1 if first_row else k.groups(lanes)) as n:
             # a group's images that there are
             left = k.builder.trunc(k.builder.sub(k.count, k.builder.mul(n, INDEX(lanes))), INT)
             numbers = ir.Constant(k.indices, [INT(lane) for lane in range(k.lanes)])
             mask = k.builder.icmp_signed("<", numbers, k.spread(left))
-            with k.loop(height) as p, k.loop(width) as q:
-                yield (
-                    lambda tensor: tensor.pixel(k, n, p, q),
-                    lambda value: k.select(mask, value, k.zero()) if lanes > 1 else value,
-                )
+            with k.loop(1 if first_row else height) as u, k.loop(width) as v:
+                yield Pixels(self, (n, u, v), mask)
 
 
-def _blocks(k: Emitter, x: Tensor) -> Iterator[Block]:
-    """Run what follows for the vectors of a pixel, block by block."""
-    channels, step = x.shape[2], k.lanes // x.lanes
-    if channels // step:
-        for first, width, times in chunks(channels // step, TOGETHER):
-            with k.loop(times) as t:
-                yield Block(k, x, k.scaled(t, width * step, first * step), [k.lanes] * width)
-    if channels % step:
-        yield Block(k, x, INDEX(channels - channels % step), [channels % step])
+@dataclass(frozen=True)
+class Pixels:
+    """The pixels of a window at run time.
+
+    Attributes:
+        at: image, row and column of the window. mask: lanes with an image.
+    """
+
+    block: Block
+    at: tuple[ir.Value, ir.Value, ir.Value]
+    mask: ir.Value
+
+    def places(self, tensor: Tensor) -> list[Pointer]:
+        """Return the address of each vector of each pixel in an image, or of the one pixel that is left of a window."""
+        block, k, (n, u, v) = self.block, self.block.k, self.at
+        rows, columns = block.window if tensor.shape == block.x.shape else (1, 1)
+        first = tensor.pixel(k, n, k.scaled(u, rows), k.scaled(v, columns)).at(block.channel, block.x.lanes)
+        return [
+            first + ((i * tensor.row + j * tensor.column) * tensor.halo.step + vector * k.lanes)
+            for i, j, vector in itertools.product(range(rows), range(columns), range(block.vectors))
+        ]
+
+    def inside(self, value: ir.Value) -> ir.Value:
+        """Return a vector with 0 in lanes that have no image."""
+        k = self.block.k
+        return k.select(self.mask, value, k.zero()) if self.block.x.lanes > 1 else value

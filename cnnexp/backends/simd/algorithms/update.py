@@ -5,9 +5,8 @@ from __future__ import annotations
 from llvmlite import ir
 
 from cnnexp.backends.simd.compiler import trace
-from cnnexp.backends.simd.compiler.emit import INDEX, Emitter, Pointer
+from cnnexp.backends.simd.compiler.emit import INDEX, LINE_FLOATS, Emitter, Pointer
 from cnnexp.backends.simd.compiler.trace import Traced
-from cnnexp.backends.simd.layouts import LINE_FLOATS
 from cnnexp.optimizers import Optimizer
 
 

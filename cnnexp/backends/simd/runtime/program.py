@@ -17,6 +17,7 @@ import numpy as np
 from cnnexp.backends.cache import load_or_make, program_key
 from cnnexp.backends.parts import Part
 from cnnexp.backends.protocol import Program, Rate, State, rate_of_steps
+from cnnexp.backends.simd.algorithms.batch_norm import FIRST
 from cnnexp.backends.simd.algorithms.dropout import KEYS
 from cnnexp.backends.simd.compiler import entry
 from cnnexp.backends.simd.compiler.emit import Target
@@ -129,7 +130,7 @@ class SimdProgram(Program[LoadedSplit]):
         self._calls = Calls(plan.nodes, plan, self._arenas)
         self._totals = np.zeros((threads, LINE))
         self._flags = np.zeros(threads * LINE, np.int64)
-        self._counts = np.zeros((threads, round_up(2 + len(self._arenas), LINE)), np.int64)
+        self._counts = np.zeros((threads, round_up(FIRST + len(self._arenas), LINE)), np.int64)
         self._running = aligned_zeros((network.running_count + target.lanes,))
         self._averages = self._running[: network.running_count]
         write = functools.partial(np.copyto, self._averages)

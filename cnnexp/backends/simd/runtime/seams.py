@@ -13,7 +13,7 @@ import numpy as np
 from llvmlite import ir
 from numba import njit
 
-from cnnexp.backends.simd.algorithms.batch_norm import FIRST, TILES
+from cnnexp.backends.simd.algorithms.batch_norm import AHEAD, FIRST, SHARE, SHARES, TILES
 from cnnexp.backends.simd.compiler.compose import compose, on_arena
 from cnnexp.backends.simd.compiler.emit import Kernels
 from cnnexp.backends.simd.compiler.entry import GRADIENTS, Call
@@ -89,7 +89,7 @@ def make_batch(plan: Plan, begin: Callable, finish: Callable, compiled: Callable
         """Run the shares from `mine` to `next_` of the batch order[first : first + here]."""
         shares, known = call.gradients.shape[0], call.counts[call.rank]
         # how many images each tile has; tile by tile, the shares' arenas lie side by side
-        known[TILES] = call.arenas.shape[0]
+        known[SHARES], known[TILES] = shares, call.arenas.shape[0]
         for number in range(known[TILES]):
             share, tile = number % shares, number // shares
             size = here * (share + 1) // shares - here * share // shares
@@ -100,16 +100,21 @@ def make_batch(plan: Plan, begin: Callable, finish: Callable, compiled: Callable
                 number = turn if phase % 2 == 0 else known[TILES] - 1 - turn
                 share, count = number % shares, known[FIRST + number]
                 if mine <= share < next_ and count:
+                    there = number + shares if phase % 2 == 0 else number - shares
+                    known[AHEAD] = (there - number) * call.arenas.shape[1] if 0 <= there < known[TILES] else 0
                     at = first + here * share // shares + number // shares * images
                     pass_tile(call, share, step, phase, number, call.order[at : at + count], here)
             if phase < seams:
                 start_clocks(call.arenas[mine])
                 wait(call.flags, call.rank, call.threads)
                 charge_wait(call.arenas[mine])
-                for number in range(known[TILES]):
+                for share in range(mine, next_):
                     # the very first even if it has no images: by it the running averages move
-                    if mine <= number % shares < next_ and (known[FIRST + number] or number == 0):
-                        known[0] = number
+                    if known[FIRST + share] or share == 0:
+                        known[SHARE] = share
                         run(call.parameters, call.running, call.arenas[0], known, 0, meeting + phase)
+        # what the last segment took is charged by now, tile by tile
+        for share in range(mine, next_):
+            start_clocks(call.arenas[share])
 
     return compiled(run_batch, inline="always")

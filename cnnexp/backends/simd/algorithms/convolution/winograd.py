@@ -29,8 +29,8 @@ from cnnexp.backends.parts import BACKWARD, FORWARD, TRANSFORMED
 from cnnexp.backends.simd.algorithms.convolution.channels import Channels, Sum, finish, panel_width
 from cnnexp.backends.simd.algorithms.cost import Work, bring, passes, product_gradient, product_sums
 from cnnexp.backends.simd.algorithms.linear.product import Steps, add_products
-from cnnexp.backends.simd.compiler.emit import INDEX, Emitter, Kernels, Pointer, Target, chunks
-from cnnexp.backends.simd.layouts import LINE_FLOATS, NHWC, Arena, Layout, odd_lines, round_up
+from cnnexp.backends.simd.compiler.emit import INDEX, LINE_FLOATS, Emitter, Kernels, Pointer, Target, chunks
+from cnnexp.backends.simd.layouts import NHWC, Arena, Layout, odd_lines, round_up
 
 PLACES = 16
 """Of a transformed tile."""

@@ -23,8 +23,8 @@ from cnnexp.backends.simd.algorithms.linear.product import (
     tile_cycles,
 )
 from cnnexp.backends.simd.algorithms.reorder import reorder
-from cnnexp.backends.simd.compiler.emit import INDEX, Emitter, Kernels, Target, chunks
-from cnnexp.backends.simd.layouts import LINE_FLOATS, Layout
+from cnnexp.backends.simd.compiler.emit import INDEX, LINE_FLOATS, Emitter, Kernels, Target, chunks
+from cnnexp.backends.simd.layouts import Layout
 from cnnexp.optimizers import Optimizer
 
 
