@@ -29,7 +29,7 @@ HOLDS = {
 """Environments that restrict everyone, the limits too, to less than the CPU has: `avx2` is 8 lanes, 16 registers.
 
 XLA hands products to YNNPACK, which asks the CPU itself, so it must not: with the first of its flags alone a product of
-jaxlib 0.10.2 does 120 billion multiply-adds a second on a core that can do 73 with AVX2, with both 64.
+jaxlib 0.10.2 does 120 billion multiply-adds a second on a core that can do 67 with AVX2, with both 64.
 """
 
 STEP_S = 0.005
