@@ -153,12 +153,9 @@ def test_threads_out_of_range(name):
             backend_class(name)(threads=threads)
 
 
-@pytest.mark.parametrize("name", ["torch", "keras"])
-def test_the_number_of_pytorchs_threads_is_its_users(name):
+def test_the_number_of_pytorchs_threads_is_its_users():
     torch = pytest.importorskip("torch")
-    if not is_here(name):
-        pytest.skip("what it needs is not installed")
     before = torch.get_num_threads()
-    program, handle = started(backend_class(name)(threads=1), same_case(ONE_CONV), SGD(), 4)
+    program, handle = started(backend_class("torch")(threads=1), same_case(ONE_CONV), SGD(), 4)
     program.predict(handle)
     assert torch.get_num_threads() == before
