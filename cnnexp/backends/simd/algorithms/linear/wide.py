@@ -29,7 +29,7 @@ from cnnexp.backends.simd.layouts import Layout
 from cnnexp.optimizers import Optimizer
 
 MANY_IMAGES = 64
-"""Of a share, from which on an update brings the slots near: wide MLP takes 0.94 of the time at 128, 1.09 at 16."""
+"""Of a share, from which on an update prefetches the slots: wide MLP takes 0.94 of the time at 128, 1.09 at 16."""
 
 
 class Wide(Dense):
@@ -80,7 +80,7 @@ class Wide(Dense):
             self.dx_lanes = plan.arena.blocked((1, 1, features))
 
     def emit_forward(self, k: Emitter, plan: Layout) -> None:
-        """y = x @ weights + bias, by tiles of images, the last of a whole share smaller; else it does some twice."""
+        """y = x @ weights + bias by `height` images; of a whole share the last tile has those left, else some twice."""
         (weights, bias), x, y = plan.parameters.of(self.stage, k.parameters), self.x, self.y
         times, rest = divmod(plan.share, self.height)
         whole = k.builder.icmp_signed("==", k.count, INDEX(plan.share))
