@@ -1,7 +1,7 @@
 """On a machine with an NVIDIA GPU: are the GPU backends right, and how fast are they beside PyTorch?
 
     python -m benchmarks.gpu_check [--cases NAME...] [--backends NAME...] [--minutes M] [--quick] [--dry-run]
-                                   [--skip-conformance] [--skip-torch] [--out FILE]
+                                   [--skip-conformance] [--peers [NAME...]] [--out FILE]
 
 Needs numpy, numba, numba-cuda and, for the comparison, torch. First every GPU backend is verified against the float64
 oracle of `tests/`, then the ceilings of the machine are measured (copy bandwidth, multiply-add rate, what a launch and
@@ -40,6 +40,7 @@ from typing import Any
 import numpy as np
 from numba import cuda
 
+from benchmarks.cases import CASES as CPU_CASES
 from benchmarks.cases import LOSS, Case, multiply_adds
 from cnnexp.backends import backend_class
 from cnnexp.backends.gpu.limits import FLOATS, TURNS, best_seconds, copied_bytes_per_s, multiply_adds_per_s
@@ -47,7 +48,7 @@ from cnnexp.errors import CnnexpError
 from cnnexp.network import Conv2d, Flatten, Linear, MaxPool2d, Network, ReLU
 from cnnexp.network.models import OneConv, TwoConvMlp, TwoConvPool4
 from cnnexp.optimizers import SGD, Adam
-from cnnexp.testing import NETWORKS
+from cnnexp.testing import LOSSES, NETWORKS
 
 ROOT = Path(__file__).parents[1]
 BACKENDS = ("gpu-naive", "gpu-shared-input", "gpu-shared", "gpu-tuned", "gpu-fused")
@@ -66,20 +67,22 @@ CASES = (
     Case("two_conv_pool4-b32", "gpu", "two_conv_pool4", TwoConvPool4().network(MNIST, 10), 32, Adam(lr=1e-3)),
 )
 
+PUBLISHED = ("keras_mnist", "keras_cifar", "vgg_norm", "resnet20", "mobilenet", "gelu_mlp")
+CASES += tuple(case for case in CPU_CASES if case.name in {f"{name}-b128" for name in PUBLISHED})
+
 TINY = Network((8, 8, 1), (Conv2d(4, 3), ReLU(), MaxPool2d(2), Flatten(), Linear(10)))
 DRY_RUN = (Case("tiny-b4", "gpu", "tiny", TINY, 4, SGD(lr=0.01)),)
 DRY_EPOCH = 8
 
 # Every layer and setting, with more than one block and tiles that do not fill: (network, images, whole numbers). Large
 # networks get whole numbers: among so many decisions, of ReLUs and maxima, rounding would blur one in any other draw.
-SHIPPED = ("convolution", "stride and padding", "max-pool", "average-pool", "linear")
 CONFORMANCE = {
     "one_conv": (Network(MNIST, (Conv2d(33, 3), ReLU(), MaxPool2d(2), Flatten(), Linear(10))), 37, True),
     "two_conv_mlp": (TwoConvMlp().network(MNIST, 10), 9, True),
     "two_conv_pool4": (TwoConvPool4().network(MNIST, 10), 33, True),
     "many_filters": (Network((5, 5, 3), (Conv2d(300, 3), ReLU(), MaxPool2d(3), Flatten(), Linear(11))), 5, True),
     "many_outputs": (Network((4, 4, 1), (Conv2d(3, 3), ReLU(), Flatten(), Linear(40), ReLU(), Linear(99))), 4, False),
-    **{title: (Network(*NETWORKS[title]), 5, False) for title in SHIPPED},
+    **{title: (Network(*shape_and_layers), 5, False) for title, shape_and_layers in NETWORKS.items()},
 }
 
 
@@ -102,7 +105,8 @@ def conform(name: str, titles: tuple[str, ...]) -> dict[str, str]:
     found: dict[str, str] = {}
     for title in titles:
         network, images, exact = CONFORMANCE[title]
-        draws = (make_case(network, images=images, seed=seed, exact=exact) for seed in range(1000))
+        loss = LOSSES.get(title, LOSS)
+        draws = (make_case(network, loss, images, seed, exact=exact) for seed in range(1000))
         case = next(draw for draw in draws if decisions_are_clear(draw))
         try:
             check_case(backend_class(name)(), case)
@@ -184,11 +188,14 @@ def peer(name: str, case: Case, images: np.ndarray, labels: np.ndarray, device: 
     """Return PyTorch, its images on the device as float32, gathered there by a permutation."""
     import torch
 
+    from benchmarks.torch_peer import modules
+
     how, tf32 = name.split()[0], name.endswith("tf32")
     layout = torch.channels_last if how == "channels_last" else torch.contiguous_format
     started = time.perf_counter()
     torch.manual_seed(0)
-    model = torch_model(case.network).to(device, memory_format=layout)
+    layers = modules(case.network.stages, channels_last=how == "channels_last")
+    model = torch.nn.Sequential(*layers).to(device, memory_format=layout)
     x = torch.from_numpy(images).to(device).float().div(255).permute(0, 3, 1, 2).contiguous(memory_format=layout)
     t = torch.from_numpy(labels).to(device).long()
     order = torch.from_numpy(np.random.default_rng(1).permutation(len(images))).to(device)
@@ -242,24 +249,6 @@ def _captured(step: Callable[[Any], None], indices: Any) -> Callable[[Any], None
         graph.replay()
 
     return replay
-
-
-def torch_model(network: Network) -> Any:
-    """Return the network as PyTorch layers."""
-    from torch import nn
-
-    layers: list[Any] = []
-    for stage in network.stages:
-        match stage.layer:
-            case Conv2d(filters, kernel, stride, padding, bias):
-                layers.append(nn.Conv2d(stage.input_shape[2], filters, kernel, stride, padding, bias=bias))
-            case MaxPool2d(pool):
-                layers.append(nn.MaxPool2d(pool))
-            case Linear(features, bias):
-                layers.append(nn.Linear(stage.input_shape[0], features, bias))
-            case layer:
-                layers.append({ReLU: nn.ReLU, Flatten: nn.Flatten}[type(layer)]())
-    return nn.Sequential(*layers)
 
 
 def least_bytes(case: Case) -> float:
@@ -473,7 +462,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="3 repeats, and only the fastest of ours")
     parser.add_argument("--dry-run", action="store_true", help="a tiny network all the way; its times mean nothing")
     parser.add_argument("--skip-conformance", action="store_true", help="time at once")
-    parser.add_argument("--skip-torch", action="store_true", help="time ours alone")
+    parser.add_argument("--peers", nargs="*", default=TORCH, choices=TORCH, help="of PyTorch's ways, these alone")
     parser.add_argument("--out", type=Path, help="the JSON file; benchmarks/results/gpu-<name of the GPU>.json")
     return parser.parse_args(arguments)
 
@@ -486,7 +475,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"gpu_check: error: {error}", file=sys.stderr)
         return error.exit_code
     names = tuple(options.backends or (("gpu-fused",) if options.quick else BACKENDS))
-    peers = () if options.skip_torch else TORCH
+    peers = tuple(options.peers)
     if peers and find_spec("torch") is None:
         print("torch is not installed: ours are timed alone", flush=True)
         peers = ()

@@ -48,7 +48,7 @@ class Torch:
         self.batch_size, self._network, self._first = case.batch_size, case.network, data.parameters
         self._channels_last = channels_last
         self._case = case
-        self._model = nn.Sequential(*_modules(case.network.stages, channels_last))
+        self._model = nn.Sequential(*modules(case.network.stages, channels_last))
         images = torch.from_numpy(data.images).permute(0, 1, 4, 2, 3)  # NHWC to NCHW
         layout = torch.channels_last if channels_last else torch.contiguous_format
         self._images = [batch.contiguous(memory_format=layout) for batch in images]
@@ -178,7 +178,8 @@ class _Residual(nn.Module):
         return past + self._inner(x)
 
 
-def _modules(stages: Iterable[Stage], channels_last: bool) -> list[nn.Module]:
+def modules(stages: Iterable[Stage], channels_last: bool) -> list[nn.Module]:
+    """Return stages as PyTorch's modules; `channels_last` says in which order of memory a Flatten goes on."""
     layers: list[nn.Module] = []
     for stage in stages:
         match stage.layer:
@@ -210,7 +211,7 @@ def _modules(stages: Iterable[Stage], channels_last: bool) -> list[nn.Module]:
             case Linear(features, bias):
                 layers.append(nn.Linear(stage.input_shape[0], features, bias))
             case Residual():
-                layers.append(_Residual(stage, *_modules(stage.stages, channels_last)))
+                layers.append(_Residual(stage, *modules(stage.stages, channels_last)))
             case layer:
                 raise ValueError(f"no benchmark case uses {layer}")
     return layers

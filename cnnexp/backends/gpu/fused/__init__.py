@@ -8,9 +8,7 @@ from typing import ClassVar
 
 from cnnexp.backends.gpu import device
 from cnnexp.backends.gpu.backend import GpuBackend
-from cnnexp.backends.gpu.fused.build import suits
 from cnnexp.backends.gpu.fused.program import FusedProgram
-from cnnexp.backends.gpu.shared import GpuShared
 from cnnexp.backends.protocol import Backend, Program
 from cnnexp.network import Network
 from cnnexp.network.losses import Loss
@@ -19,10 +17,7 @@ from cnnexp.optimizers import Optimizer
 
 @dataclass(frozen=True)
 class GpuFused(GpuBackend):
-    """Layers fused, data on the device, steps in CUDA graphs.
-
-    A network with a layer that it has no node for is compiled as `gpu-shared` does.
-    """
+    """Layers fused, data on the device, steps in CUDA graphs."""
 
     name: ClassVar[str] = "gpu-fused"
     graphs: bool = True  # launch many steps as one CUDA graph; without, the same kernels one by one
@@ -35,7 +30,5 @@ class GpuFused(GpuBackend):
         return backend
 
     def compile(self, network: Network, loss: Loss, optimizer: Optimizer, batch_size: int) -> Program:
-        if not suits(network):
-            return GpuShared(self.device).compile(network, loss, optimizer, batch_size)
         with device.on(self.gpu):
             return FusedProgram(self.gpu, network, loss, optimizer, batch_size, self.graphs, self.clocks)

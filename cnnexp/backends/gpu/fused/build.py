@@ -27,23 +27,39 @@ def build(context: Context, network: Network, loss: Loss) -> list[FusedNode]:
         node.parts = parts_of(node, stages, made[-1] if made else None, context.gpu)
         made.append(node)
 
-    stages, i, trains = network.stages, 0, False
-    while i < len(stages):
-        fused = _fused(context, stages[i:], loss, made[-1] if made else None)
-        if fused is None and not made:
-            add(nodes.Gather(context, network.input_shape), ())
-            continue  # what reads the data set itself may not fuse, but a layer after a gather may
-        trains = trains or stages[i].weight is not None
-        node, used = fused or (nodes.PlainLayer(context, stages[i], made[-1], trains), 1)
-        add(node, stages[i : i + used])
-        i += used
+    def add_all(stages: Sequence[Stage], loss: Loss | None, trains: bool) -> bool:
+        """Add what runs stages, and the loss after them if there is one; return whether a layer so far trains."""
+        i = 0
+        while i < len(stages):
+            node: FusedNode
+            stage, used = stages[i], 1
+            fused = _fused(context, stages[i:], loss, made[-1] if made else None)
+            if fused is None and not made:
+                add(nodes.Gather(context, network.input_shape), ())
+                continue  # what reads the data set itself may not fuse, but a layer after a gather may
+            if isinstance(stage, net.ResidualStage):
+                add(fork := nodes.Fork(context, stage, made[-1]), (stage,))
+                trains = add_all(stage.stages, None, trains)
+                node = nodes.Join(context, fork, made[-1])
+            elif fused:
+                (node, used), trains = fused, True
+            elif isinstance(stage, net.DropoutStage):
+                node = nodes.PlainDropout(context, stage, made[-1], trains)
+            else:
+                trains = trains or bool(stage.parameters)
+                node = nodes.PlainLayer(context, stage, made[-1], trains)
+            add(node, stages[i : i + used])
+            i += used
+        return trains
+
+    add_all(network.stages, loss, False)
     if not isinstance(made[-1], nodes.FusedHead):
         add(nodes.PlainLoss(context, loss, made[-1]), ())
     return made
 
 
 def _fused(
-    context: Context, stages: Sequence[Stage], loss: Loss, before: FusedNode | None
+    context: Context, stages: Sequence[Stage], loss: Loss | None, before: FusedNode | None
 ) -> tuple[FusedNode, int] | None:
     """Return a fused node for the first of `stages` and how many of them it takes; None if there is none."""
     stage = stages[0]
@@ -84,12 +100,6 @@ def _tiles(stage: net.PoolStage, P: int, Q: int) -> bool:
     """Return whether a pooling layer's windows lie side by side, within the map, and fit in a thread's registers."""
     (U, V, _), side = stage.output_shape, stage.window.size
     return stage.window.stride == side and side > 1 and side**2 <= MOST_WINDOW and (P // side, Q // side) == (U, V)
-
-
-def suits(network: Network) -> bool:
-    """Return whether there are nodes for all of the network."""
-    known = net.ConvStage | net.PoolStage | net.LinearStage | net.ElementwiseStage | net.FlattenStage
-    return all(isinstance(stage, known) for stage in network.stages)
 
 
 def parts_of(node: FusedNode, stages: Sequence[Stage], before: FusedNode | None, gpu: Gpu) -> dict[str, Part]:

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 from functools import cache
 
+import numpy as np
 from numba import cuda
 
 from cnnexp.backends.gpu.kernels.index import ZERO, f32, offset, split, u32
-from cnnexp.backends.gpu.kernels.layers import step_of
+from cnnexp.backends.gpu.kernels.layers import mix, step_of
 from cnnexp.backends.gpu.kernels.sums import sum_every
 from cnnexp.backends.gpu.launch import Kernel, kernel
 from cnnexp.optimizers import Optimizer
@@ -59,6 +60,26 @@ def gather(D: int, from_bytes: bool) -> Kernel:
 
     images = "u1[::1]" if from_bytes else "f4[::1]"
     return Kernel(gather, f"void({images}, u4[::1], u4, f4[::1], u4)", BLOCK)
+
+
+@cache
+def dropout(D: int, batch_size: int, draws: int) -> Kernel:
+    """As `layers.dropout`, where one launch serves many steps: `keys` has a row of `draws` for each that is to come.
+
+    `shown` lists the places in the data set of the images of these steps; this layer's key is the row's `which`th.
+    """
+    D, batch, draws = u32(D), u32(batch_size), u32(draws)
+
+    def dropout(x, order, ahead, shown, keys, which, least, scale, y, count):
+        i = u32(cuda.grid(1))
+        if i < count:
+            n, d = split(i, D)
+            first = u32(order[0] + ahead)
+            step, _ = split(first, batch)
+            key, image = np.int64(keys[offset(step, draws, which)]), np.int64(shown[u32(first + n)])
+            y[i] = x[i] * scale if mix(mix(key ^ image) ^ mix(np.int64(d))) >= least else ZERO
+
+    return Kernel(dropout, "void(f4[::1], u4[::1], u4, u4[::1], u4[::1], u4, i8, f4, f4[::1], u4)", BLOCK)
 
 
 @kernel("void(i4[::1], u4[::1], u4, i4[::1], u4)")

@@ -18,12 +18,13 @@ from cnnexp.backends.gpu.device import Gpu, Tensor
 from cnnexp.backends.gpu.fused import conv_kernels, kernels, linear_kernels
 from cnnexp.backends.gpu.fused.conv_kernels import ConvBlock
 from cnnexp.backends.gpu.fused.kernels import BLOCK, LANES
-from cnnexp.backends.gpu.kernels.index import ConvSizes, u32
+from cnnexp.backends.gpu.kernels.index import ConvSizes, f32, u32
 from cnnexp.backends.gpu.shared import SharedOps
 from cnnexp.backends.parts import Part
-from cnnexp.backends.stages import Run, backward_stage, forward_stage
-from cnnexp.network import ConvStage, FlattenStage, LinearStage, Parameter, Stage
+from cnnexp.backends.stages import Run, Shortcut, backward_stage, forward_stage
+from cnnexp.network import ConvStage, DropoutStage, FlattenStage, LinearStage, Parameter, ResidualStage, Stage
 from cnnexp.network.losses import Loss
+from cnnexp.network.noise import threshold
 
 MOST_TAPS = 49  # K * K accumulators of a thread in registers
 TOGETHER = 4  # images that a thread of a linear layer takes at once
@@ -39,6 +40,7 @@ class BatchStep:
     split: Any  # the loaded split, see `program.DeviceSplit`
     ahead: int  # place of the first image after `split.order[0]`
     count: int  # images, at most the batch size
+    trains: bool  # whether it is a step of training, not of `predict`
 
     @property
     def place(self) -> tuple[Tensor, np.uint32]:
@@ -71,10 +73,9 @@ class GradientArena:
         self.partials.append(found)
         return found
 
-    def take_whole(self, parameter: Parameter | None) -> None:
+    def take_whole(self, parameter: Parameter) -> None:
         """Let a layer that is not fused write the whole gradient, at the parameter's own offset."""
-        if parameter is not None:
-            self.partials.append(Partials(parameter.offset, parameter.size, parameter.offset, 1))
+        self.partials.append(Partials(parameter.offset, parameter.size, parameter.offset, 1))
 
     def allocate(self) -> None:
         """Allocate the memory of all that was given out."""
@@ -90,13 +91,15 @@ def extent(stage: ConvStage | LinearStage) -> tuple[int, int]:
 
 @dataclass
 class Context:
-    """What nodes are built from, and share; `ops` has the kernels of layers that are not fused."""
+    """What nodes are built from, and share."""
 
     gpu: Gpu
     batch_size: int
     parameters: Tensor
+    running: Tensor
     arena: GradientArena
-    ops: SharedOps
+    ops: SharedOps  # the kernels of layers that are not fused
+    draws: tuple[str, ...]  # names of the layers that draw random numbers
 
     def view(self, stage: ConvStage | LinearStage) -> Tensor:
         """Return a layer's weights and biases, in the flat buffer."""
@@ -302,10 +305,9 @@ class PlainLayer(FusedNode):
     """A layer with no fused kernel: `gpu-shared`'s; it has a use for gradients if it or one before it `trains`."""
 
     def __init__(self, context: Context, stage: Stage, before: FusedNode, trains: bool) -> None:
-        self._stage, self._before, self._ops, self._arena = stage, before, context.ops, context.arena
-        self._parameters = context.parameters
-        context.arena.take_whole(stage.weight)
-        context.arena.take_whole(stage.bias)
+        self._stage, self._before, self._context = stage, before, context
+        for parameter in stage.parameters:
+            context.arena.take_whole(parameter)
         shape = (context.batch_size, *stage.output_shape)
         if isinstance(stage, FlattenStage):
             self.y, self.dy = before.y.reshape(shape), before.dy and before.dy.reshape(shape)
@@ -315,21 +317,79 @@ class PlainLayer(FusedNode):
         self._saved = context.ops.saved(stage, context.batch_size)
 
     def forward(self, step: BatchStep) -> None:
-        if isinstance(self._stage, FlattenStage):
-            return
-        self._ops.stream = step.stream
-        x, y = _of_batch(step.count, self._before.y, self.y)
-        forward_stage(self._ops, self._stage, self._run(step), x, y, self._saved)
+        if not isinstance(self._stage, FlattenStage):
+            x, y = _of_batch(step.count, self._before.y, self.y)
+            forward_stage(self._ops(step), self._stage, self._run(step), x, y, self._saved)
 
     def backward(self, step: BatchStep) -> None:
-        if self.dy is None or isinstance(self._stage, FlattenStage):
-            return
-        self._ops.stream = step.stream
-        x, y, dy, dx = _of_batch(step.count, self._before.y, self.y, self.dy, self._before.dy)
-        backward_stage(self._ops, self._stage, self._run(step), x, y, dy, self._saved, dx)
+        if self.dy is not None and not isinstance(self._stage, FlattenStage):
+            x, y, dy, dx = _of_batch(step.count, self._before.y, self.y, self.dy, self._before.dy)
+            backward_stage(self._ops(step), self._stage, self._run(step), x, y, dy, self._saved, dx)
+
+    def _ops(self, step: BatchStep) -> SharedOps:
+        self._context.ops.stream = step.stream
+        return self._context.ops
 
     def _run(self, step: BatchStep) -> Run:
-        return Run(step.count, self._parameters, self._arena.memory)
+        context = self._context
+        return Run(step.count, context.parameters, context.arena.memory, context.running, step.trains)
+
+
+class PlainDropout(PlainLayer):
+    """A Dropout; in `predict` it drops nothing."""
+
+    def __init__(self, context: Context, stage: DropoutStage, before: FusedNode, trains: bool) -> None:
+        super().__init__(context, stage, before, trains)
+        self._rate, self._which = stage.layer.rate, u32(context.draws.index(stage.name))
+        self._kernel = kernels.dropout(math.prod(stage.output_shape), context.batch_size, len(context.draws))
+
+    def forward(self, step: BatchStep) -> None:
+        self._drop(step, self._rate if step.trains else 0.0, self._before.y, self.y)
+
+    def backward(self, step: BatchStep) -> None:
+        if self.dy is not None and self._before.dy is not None:
+            self._drop(step, self._rate, self.dy, self._before.dy)
+
+    def _drop(self, step: BatchStep, rate: float, source: Tensor, target: Tensor) -> None:
+        place = *step.place, step.split.shown, step.split.keys, self._which
+        count = step.count * (source.size // len(source))
+        numbers = np.int64(threshold(rate)), f32(1 / (1 - rate))
+        self._kernel.over(count, step.stream, source, *place, *numbers, target)
+
+
+class Fork(FusedNode):
+    """Where a Residual begins: its layers read what it reads, and backward the way past them adds to their gradient."""
+
+    def __init__(self, context: Context, stage: ResidualStage, before: FusedNode) -> None:
+        self.y, self.dy, self._ops = before.y, before.dy, context.ops
+        like = device.empty((context.batch_size, *stage.output_shape), np.float32)
+        self.shortcut = Shortcut(context.ops, stage.window, self.y, like)
+        self.end: Join | None = None
+
+    def forward(self, step: BatchStep) -> None:
+        """Do nothing: its output is its input."""
+
+    def backward(self, step: BatchStep) -> None:
+        if self.dy is not None and self.end is not None and self.end.dy is not None:
+            x, dx, dy = self.y[: step.count], self.dy[: step.count], self.end.dy[: step.count]
+            self._ops.stream = step.stream
+            self._ops.add(dy if self.end.doubles else dx, self.shortcut.backward(x, dy), dx)
+
+
+class Join(FusedNode):
+    """Where a Residual ends: the sum of its layers' output and the way past them; its gradient is that of the first."""
+
+    def __init__(self, context: Context, fork: Fork, before: FusedNode) -> None:
+        self._fork, self._before, self._ops = fork, before, context.ops
+        self._allocate(context, before.y.shape[1:])
+        self.doubles = before.dy is not None and fork.dy is not None and before.dy.flat is fork.dy.flat
+        self.dy = self.dy if self.doubles else before.dy
+        fork.end = self
+
+    def forward(self, step: BatchStep) -> None:
+        x, inner, y = (array[: step.count] for array in (self._fork.y, self._before.y, self.y))
+        self._ops.stream = step.stream
+        self._ops.add(self._fork.shortcut.forward(x), inner, y)
 
 
 def _of_batch(count: int, *arrays: Tensor | None) -> list[Tensor | None]:

@@ -25,8 +25,10 @@ from cnnexp.backends.layerwise import FlatProgram, as_float32, in_scope
 from cnnexp.backends.parts import BACKWARD, FORWARD, Part
 from cnnexp.backends.protocol import Rate, rate_of_steps
 from cnnexp.backends.state import optimizers
-from cnnexp.network import Network
+from cnnexp.network import DropoutStage, Network, StructuralStage
 from cnnexp.network.losses import Loss, Totals
+from cnnexp.network.noise import layer_key
+from cnnexp.network.shapes import walk
 from cnnexp.optimizers import Optimizer
 
 GRAPH_STEPS = (64, 8, 1)  # steps of the graphs that a pass is put together from
@@ -40,6 +42,8 @@ class DeviceSplit:
     images: Tensor  # (N, *input_shape), bytes or float32
     labels: Tensor  # int32 (N,)
     order: Tensor  # uint32, the place from which steps count, then the images of the steps to come
+    shown: Tensor  # uint32, their places in the data set, of which `images` may be a part
+    keys: Tensor  # uint32, of every step to come, of each layer that draws random numbers
     rates: Tensor  # (rate, c0, c1) of every step to come, float32
     outcomes: Tensor  # (loss, hit) by place in `order`
     sums: Tensor  # of `BLOCK` outcomes each; all that goes back to the host
@@ -73,7 +77,8 @@ class FusedProgram(FlatProgram[Tensor, Any]):
         self, gpu: Gpu, network: Network, loss: Loss, optimizer: Optimizer, batch_size: int, graphs: bool, clocks: bool
     ) -> None:
         self.gpu, self._clocked = gpu, clocks
-        self._graphs = Graphs(gpu.index) if graphs else None
+        on_host = any(isinstance(stage, StructuralStage) for stage in walk(network.stages))
+        self._graphs = Graphs(gpu.index) if graphs and not on_host else None
         self._stream = self._graphs.stream if self._graphs else 0
         ops = SharedOps(gpu, BLOCK, CONV_TILE)
         super().__init__(ops, network, loss, optimizer, batch_size, scope=self._synchronized)
@@ -81,7 +86,10 @@ class FusedProgram(FlatProgram[Tensor, Any]):
     def _make(self) -> None:
         self._nothing = device.empty((1,), np.float32)
         self._arena = GradientArena(self.network.parameter_count)
-        context = Context(self.gpu, self.batch_size, self._parameters, self._arena, self._ops)
+        drawing = (stage.name for stage in walk(self.network.stages) if isinstance(stage, DropoutStage))
+        self._draws = tuple(drawing)
+        flat = self._parameters, self._running, self._arena
+        context = Context(self.gpu, self.batch_size, *flat, self._ops, self._draws)
         self._nodes = build(context, self.network, self.loss)
         self._arena.allocate()
         taken = optimizers(self.network, self.optimizer)
@@ -105,7 +113,7 @@ class FusedProgram(FlatProgram[Tensor, Any]):
     @in_scope
     def load(self, images: np.ndarray, labels: np.ndarray) -> DeviceSplit | streamed.Streamed:
         images = images if images.dtype == np.uint8 else as_float32(images)
-        image_bytes = 32 + images[:1].nbytes  # what else `DeviceSplit` has for an image takes the 32
+        image_bytes = 36 + 4 * len(self._draws) + images[:1].nbytes  # what else `DeviceSplit` has takes the rest
         return streamed.load(self._load, images, labels, image_bytes, self.batch_size)
 
     @in_scope
@@ -119,11 +127,14 @@ class FusedProgram(FlatProgram[Tensor, Any]):
     def _load(self, images: np.ndarray, labels: np.ndarray, captures: bool = True) -> DeviceSplit:
         """Put bytes or float32 images on the GPU, all of them; capture its graphs while no epoch's clock runs."""
         room = max(len(images), self.batch_size)
+        steps = -(-room // self.batch_size)
         split = DeviceSplit(
             images=device.to_device(images),
             labels=device.to_device(labels.astype(np.int32)),
             order=device.empty((1 + room,), np.uint32),
-            rates=device.empty((3 * -(-room // self.batch_size),), np.float32),
+            shown=device.to_device(np.zeros(room, np.uint32)),  # what draws reads both in `predict`, too
+            keys=device.to_device(np.zeros(max(1, steps * len(self._draws)), np.uint32)),
+            rates=device.empty((3 * steps,), np.float32),
             outcomes=device.empty((room, 2), np.float32),
             sums=device.empty((-(-room // BLOCK), 2), np.float32),
         )
@@ -134,20 +145,24 @@ class FusedProgram(FlatProgram[Tensor, Any]):
     @in_scope
     def train(self, handle: DeviceSplit | streamed.Streamed, order: np.ndarray, rate: Rate) -> Totals:
         totals, rates = Totals(0.0, 0, 0), rate_of_steps(rate, len(order), self.batch_size)
+        self.pending.drop()
         for split, places in streamed.parts(handle, order):
             most = split.room // self.batch_size * self.batch_size  # whole steps that the buffers hold
             for start in range(0, len(places), most):
                 part = places[start : start + most]
                 first, steps = totals.count // self.batch_size, -(-len(part) // self.batch_size)
-                totals += self._train(split, part, rates[first : first + steps], self._graphs is not None)
+                shown = order[totals.count : totals.count + len(part)]
+                totals += self._train(split, part, shown, rates[first : first + steps], self._graphs is not None)
         return totals
 
     @in_scope
     def gradients(self, handle: DeviceSplit | streamed.Streamed, indices: np.ndarray) -> tuple[Totals, np.ndarray]:
         split, places = next(streamed.parts(handle, indices))
-        step = BatchStep(self._stream, split, 0, len(places))
-        self._send(split, places)
-        self._run(step)
+        step = BatchStep(self._stream, split, 0, len(places), trains=True)
+        self._send(split, places, indices)
+        with self.pending.hold():
+            self._run(step)
+            device.synchronize()
         self._update(step, self._gradient)
         return self._totals(split, len(places)), device.to_host(self._gradient)
 
@@ -170,7 +185,7 @@ class FusedProgram(FlatProgram[Tensor, Any]):
     def _enqueue_scores(self, split: DeviceSplit, scores: Tensor, stream: Any) -> None:
         def outputs(start: int, count: int) -> Tensor:
             for node in self._nodes:
-                node.forward(BatchStep(stream, split, start, count))
+                node.forward(BatchStep(stream, split, start, count, trains=False))
             return self._nodes[-1].y[:count]
 
         streamed.enqueue_batches(scores, self.batch_size, stream, outputs)
@@ -190,24 +205,26 @@ class FusedProgram(FlatProgram[Tensor, Any]):
         labels, order = np.zeros(self.batch_size, np.int32), np.arange(self.batch_size)
         for images in (zeros, zeros.astype(np.float32)):
             split = self._load(images, labels, captures=False)
-            self._train(split, order, np.zeros(1), graphs=False)
+            self._train(split, order, order, np.zeros(1), graphs=False)
             scores = device.empty((len(split), *self.network.output_shape), np.float32)
             self._enqueue_scores(split, scores, self._stream)
             kernels.advance(1).launch(1, self._stream, split.order, u32(0))
             self._capture(split)
-            self._train(split, order, np.zeros(1), self._graphs is not None)
+            self._train(split, order, order, np.zeros(1), self._graphs is not None)
             self.predict(split)
         self.restore({"parameters": np.zeros(self.network.parameter_count, np.float32)})
         self._images = 0
         if self._clocks:
             self._clocks.reset()
 
-    def _train(self, split: DeviceSplit, order: np.ndarray, rates: np.ndarray, graphs: bool) -> Totals:
-        """Train on at most as many images as the split's buffers hold."""
+    def _train(
+        self, split: DeviceSplit, order: np.ndarray, shown: np.ndarray, rates: np.ndarray, graphs: bool
+    ) -> Totals:
+        """Train on at most as many images as the split's buffers hold; `shown` are their places in the data set."""
         batch, count, steps = self.batch_size, len(order), len(rates)
         numbers = [(rate, *self.optimizer.constants(self._step + 1 + i)) for i, rate in enumerate(rates)]
         device.copy(np.array(numbers, np.float32).reshape(-1), split.rates)
-        self._send(split, order)
+        self._send(split, order, shown)
         base = self._launch_graphs(split, count // batch) if graphs else 0
         for start in range(base, count, batch):
             clocked = start // batch % EVERY == 0 and count - start >= batch
@@ -241,7 +258,7 @@ class FusedProgram(FlatProgram[Tensor, Any]):
 
     def _enqueue(self, stream: Any, split: DeviceSplit, ahead: int, count: int, clocked: bool) -> None:
         """Enqueue one step, with readings of the clock if there is one."""
-        step, clocks = BatchStep(stream, split, ahead, count), self._clocks if clocked else None
+        step, clocks = BatchStep(stream, split, ahead, count, trains=True), self._clocks if clocked else None
         if clocks:
             clocks.begin(stream)
         self._run(step, clocks)
@@ -267,9 +284,17 @@ class FusedProgram(FlatProgram[Tensor, Any]):
             if clocks and what in node.parts:
                 clocks.charge(step.stream, node.parts[what])
 
-    def _send(self, split: DeviceSplit, order: np.ndarray) -> None:
-        """Put the images of the steps to come on the device, the first of them first."""
+    def _send(self, split: DeviceSplit, order: np.ndarray, shown: np.ndarray | None = None) -> None:
+        """Put the images of the steps to come on the device, the first of them first, and what these steps draw from.
+
+        Their places in the data set, `shown`, are needed in training alone.
+        """
         device.copy(np.concatenate([[0], order]).astype(np.uint32), split.order)
+        if self._draws and shown is not None:
+            steps = self._step + 1 + np.arange(-(-len(order) // self.batch_size))
+            keys = [layer_key(self._seed, steps, name) for name in self._draws]
+            device.copy(np.stack(keys, axis=1).astype(np.uint32), split.keys)
+            device.copy(shown.astype(np.uint32), split.shown)
         device.synchronize()
 
     def _totals(self, split: DeviceSplit, count: int) -> Totals:

@@ -96,7 +96,7 @@ def combine(multiplies: bool, block: int) -> Kernel:
     return Kernel(combine, "void(f4[::1], f4[::1], f4[::1], u4)", block)
 
 
-_mix = device_function(noise.mix)
+mix = device_function(noise.mix)
 
 
 @cache
@@ -108,7 +108,7 @@ def dropout(D: int, block: int) -> Kernel:
         i = u32(cuda.grid(1))
         if i < count:
             n, d = split(i, D)
-            y[i] = x[i] * scale if _mix(_mix(key ^ images[n]) ^ _mix(np.int64(d))) >= least else ZERO
+            y[i] = x[i] * scale if mix(mix(key ^ images[n]) ^ mix(np.int64(d))) >= least else ZERO
 
     return Kernel(dropout, "void(f4[::1], i8[::1], i8, i8, f4, f4[::1], u4)", block)
 
