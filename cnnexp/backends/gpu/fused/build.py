@@ -14,6 +14,7 @@ from cnnexp.backends.parts import BACKWARD, FOLLOWED, FORWARD, Part
 from cnnexp.network import Network, Stage
 from cnnexp.network.losses import Loss
 
+MANY_CHANNELS = 16  # and filters, from which on a convolution is a product of matrices
 MOST_WINDOW = 16  # S * S: accumulators of a thread
 MOST_OWNED = 16  # weights of a thread in `linear_head`
 MOST_HEAD_INPUTS = 4096  # its inputs are staged in shared memory
@@ -67,9 +68,11 @@ def _fused(
         pool, relu, used = _pool_and_relu(stages)
         conv = nodes.conv_block(stage, pool, relu, before is None)
         plan = nodes.plan_conv(conv, context)
-        if plan is None or (before is not None and before.dy is not None and not plan.input_rows):
-            return None
-        return nodes.FusedConv(context, stage, conv, plan, before), used
+        few = before is None or min(conv.sizes.C, conv.sizes.F) < MANY_CHANNELS
+        if plan is not None and few and (before is None or before.dy is None or plan.input_rows):
+            return nodes.FusedConv(context, stage, conv, plan, before), used
+        relu = len(stages) > 1 and isinstance(stages[1].layer, net.ReLU)
+        return (nodes.ProductConv(context, stage, relu, before), 1 + relu) if before else None
     if isinstance(stage, net.LinearStage) and before is not None:
         D, O = stage.weight.shape  # noqa: E741
         fits = D <= MOST_HEAD_INPUTS and linear_kernels.lanes_of(O) <= BLOCK and D * O <= MOST_OWNED * BLOCK

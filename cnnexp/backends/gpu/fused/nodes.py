@@ -15,7 +15,7 @@ import numpy as np
 
 from cnnexp.backends.gpu import device
 from cnnexp.backends.gpu.device import Gpu, Tensor
-from cnnexp.backends.gpu.fused import conv_kernels, kernels, linear_kernels
+from cnnexp.backends.gpu.fused import conv_kernels, kernels, linear_kernels, product_kernels
 from cnnexp.backends.gpu.fused.conv_kernels import ConvBlock
 from cnnexp.backends.gpu.fused.kernels import BLOCK, LANES
 from cnnexp.backends.gpu.kernels.index import ConvSizes, f32, u32
@@ -232,6 +232,47 @@ class FusedConv(FusedNode):
 
     def _x(self, step: BatchStep) -> Tensor:
         return step.split.images if self._before is None else self._before.y
+
+
+class ProductConv(FusedNode):
+    """A convolution of many channels, and the ReLU after it, each pass a product of matrices: see `product_kernels`."""
+
+    def __init__(self, context: Context, stage: ConvStage, relu: bool, before: FusedNode) -> None:
+        self._before, self._w = before, context.view(stage)
+        self._allocate(context, stage.output_shape)
+        conv, enough = conv_block(stage, 1, relu, False), 2 * context.gpu.multiprocessors
+        sizes, bias = conv.sizes, conv.has_bias
+        self._pixels = sizes.H * sizes.W, sizes.P * sizes.Q
+        of_x, of_y = (context.batch_size * pixels for pixels in self._pixels)
+        self._y_tile, self._x_tile = (
+            product_kernels.tile_of(of_y, sizes.F, enough),
+            product_kernels.tile_of(of_x, sizes.C, enough),
+        )
+        self._forward = product_kernels.forward(sizes, bias, relu, self._y_tile)
+        self._input = product_kernels.backward_input(sizes, relu, self._x_tile)
+        self._depths = sizes.K**2 * sizes.C, sizes.K**2 * sizes.F
+        self._rows, self._sizes = self._depths[0] + bias, sizes
+        tile = product_kernels.tile_of(self._rows, sizes.F, 1)
+        blocks = tile.blocks(self._rows, sizes.F)
+        self._weights = product_kernels.backward_weights(sizes, bias, relu, tile)
+        self._deep = product_kernels.deep(of_y, context.splits(blocks, of_y))
+        slices = -(-of_y // self._deep)
+        self._weight_blocks = slices * blocks
+        self._partials = context.arena.take(stage, slices)
+
+    def forward(self, step: BatchStep) -> None:
+        rows, depth = step.count * self._pixels[1], u32(self._depths[0])
+        arrays, blocks = (self._before.y, self._w, self._w, self.y), self._y_tile.blocks(rows, self._sizes.F)
+        self._forward.launch(blocks, step.stream, *arrays, u32(rows), depth, depth)
+
+    def backward(self, step: BatchStep) -> None:
+        arrays = self._before.y, self.dy, self.y, self._partials.memory
+        sizes = u32(self._rows), u32(step.count * self._pixels[1]), u32(self._deep)
+        self._weights.launch(self._weight_blocks, step.stream, *arrays, *sizes)
+        if self._before.dy is not None:
+            rows, depth = step.count * self._pixels[0], u32(self._depths[1])
+            blocks, dx = self._x_tile.blocks(rows, self._sizes.C), self._before.dy
+            self._input.launch(blocks, step.stream, self.dy, self._w, self.y, dx, u32(rows), depth, depth)
 
 
 class FusedLinear(FusedNode):
