@@ -132,58 +132,43 @@ class _Dropout(_Step[Array]):
         return super().forward(run, x, y) if run.trains else x
 
 
-class Shortcut(Generic[Array]):
-    """The way past a Residual's layers, from x to y (N, *shape): x itself, or a part of it and channels of zeros.
-
-    To skip pixels and add such channels is the convolution with an identity matrix that does so.
-    """
-
-    def __init__(self, ops: Ops[Array], window: net.Window | None, x: Array, y: Array) -> None:
-        self._ops, self._window = ops, window
-        if window:
-            eye = np.eye(x.shape[-1], y.shape[-1], dtype=np.float32)[None, None]
-            self._eye, self._d_eye = ops.to_device(eye), ops.empty(eye.shape, np.float32)
-            self._y, self._dx = (ops.empty(like.shape, np.float32) for like in (y, x))
-
-    def forward(self, x: Array) -> Array:
-        """Return its output for x (n, *shape)."""
-        if not self._window:
-            return x
-        self._ops.conv2d(x, self._eye, None, self._window, y := self._y[: x.shape[0]])
-        return y
-
-    def backward(self, x: Array, dy: Array) -> Array:
-        """Return what it gives to the gradient of x."""
-        if not self._window:
-            return dy
-        self._ops.conv2d_backward(x, self._eye, dy, self._window, dx := self._dx[: x.shape[0]], self._d_eye, None)
-        return dx
-
-
 class _Branch(_Step[Array]):
-    """A Residual: its layers' last gradient is its own, to which the way past them adds."""
+    """A Residual: its layers' last gradient is its own, to which the way past them adds.
+
+    A shortcut that skips pixels and adds channels of zeros is the convolution with an identity matrix that does so.
+    """
 
     def __init__(self, ops: Ops[Array], stage: Stage, batch_size: int, x: Array, dx: Array | None) -> None:
         assert isinstance(stage, net.ResidualStage)
-        self._ops, self._stage = ops, stage
+        self._ops, self._stage, self._window = ops, stage, stage.window
         self._inner = Chain(ops, stage.stages, batch_size, x, dx)
         self.y = ops.empty((batch_size, *stage.output_shape), np.float32)
         # views alone would make dy the very memory of dx, which whoever holds this layer still reads after `backward`
         self._doubles = all(isinstance(step, _View) for step in self._inner.steps)
         self.dy = ops.empty(self.y.shape, np.float32) if self._doubles else self._inner.steps[-1].dy
-        self._shortcut = Shortcut(ops, stage.window, x, self.y)
+        if self._window:
+            eye = np.eye(x.shape[-1], self.y.shape[-1], dtype=np.float32)[None, None]
+            self._eye, self._d_eye = ops.to_device(eye), ops.empty(eye.shape, np.float32)
+            self._skipped, self._d_skipped = (ops.empty(like.shape, np.float32) for like in (self.y, x))
 
     def forward(self, run: Run[Array], x: Array, y: Array) -> Array:
         inner = self._inner.forward(run, x)
         with run.watch(self._stage.name, "forward"):
-            self._ops.add(self._shortcut.forward(x), inner, y)
+            if self._window:
+                x, whole = self._skipped[: run.count], x
+                self._ops.conv2d(whole, self._eye, None, self._window, x)
+            self._ops.add(x, inner, y)
         return y
 
     def backward(self, run: Run[Array], x: Array, y: Array, dy: Array, dx: Array | None) -> None:
         self._inner.backward(run, x, dx)
         if dx is not None:
             with run.watch(self._stage.name, "backward"):
-                self._ops.add(dy if self._doubles else dx, self._shortcut.backward(x, dy), dx)
+                past = dy
+                if self._window:
+                    past = self._d_skipped[: run.count]
+                    self._ops.conv2d_backward(x, self._eye, dy, self._window, past, self._d_eye, None)
+                self._ops.add(dy if self._doubles else dx, past, dx)
 
 
 _STEPS: dict[type, type[_Step]] = {net.FlattenStage: _View, net.DropoutStage: _Dropout, net.ResidualStage: _Branch}

@@ -14,7 +14,7 @@ import numpy as np
 from cnnexp.backends.gpu import device
 from cnnexp.backends.gpu.backend import BLOCK, GpuBackend
 from cnnexp.backends.gpu.device import Gpu, Tensor
-from cnnexp.backends.gpu.kernels import direct, layers, sums
+from cnnexp.backends.gpu.kernels import direct, layers, norms, sums
 from cnnexp.backends.gpu.kernels.index import ZERO, ConvSizes, conv_sizes, f32, pool_sizes, u32
 from cnnexp.backends.protocol import Update
 from cnnexp.errors import ConfigError
@@ -22,6 +22,14 @@ from cnnexp.network import BatchNorm2d, Elementwise, MaxPool2d, Stage, Window
 from cnnexp.network.losses import Loss
 from cnnexp.network.noise import threshold
 from cnnexp.optimizers import Optimizer
+
+
+@dataclass(frozen=True)
+class SavedNorm:
+    """What a BatchNorm2d keeps of a step: a batch's mean and 1 / sqrt(variance + epsilon), (C,) each."""
+
+    statistics: tuple[Tensor, Tensor]
+    relu: Tensor | None = None  # its output, where a ReLU after it is part of it
 
 
 class NaiveOps:
@@ -46,12 +54,13 @@ class NaiveOps:
         device.copy(source, target)
 
     def saved(self, stage: Stage, batch_size: int) -> Any:
-        """Allocate the place of each window's maximum, int32 (N,U,V,C); mean and inverse deviation, (C,) each."""
+        """Allocate the place of each window's maximum, int32 (N,U,V,C); what a BatchNorm2d keeps."""
         match stage.layer:
             case MaxPool2d():
                 return self.empty((batch_size, *stage.output_shape), np.int32)
             case BatchNorm2d():
-                return tuple(self.empty(stage.output_shape[2:], np.float32) for _ in range(2))
+                mean, inverse = (self.empty(stage.output_shape[2:], np.float32) for _ in range(2))
+                return SavedNorm((mean, inverse))
         return None
 
     def gather(self, images: Tensor, labels: Tensor, indices: Tensor, x: Tensor, t: Tensor) -> None:
@@ -100,7 +109,7 @@ class NaiveOps:
         layers.pool_backward(pool_sizes(dx, window, dy), self._block, False).over(dx.size, self.stream, dy, dy, dx)
 
     def add(self, a: Tensor, b: Tensor, total: Tensor) -> None:
-        layers.combine(False, self._block).over(total.size, self.stream, a, b, total)
+        layers.add(self._block).over(total.size, self.stream, a, b, total)
 
     def dropout(self, x: Tensor, images: Tensor, key: int, rate: float, y: Tensor) -> None:
         kernel, numbers = layers.dropout(x.size // x.shape[0], self._block), (np.int64(key), np.int64(threshold(rate)))
@@ -109,30 +118,41 @@ class NaiveOps:
     def batch_norm(
         self, layer: BatchNorm2d, x: Tensor, w: Tensor, b: Tensor, mean: Tensor, variance: Tensor, y: Tensor, saved: Any
     ) -> None:
-        (m, inverse), count = saved, x.size // w.size
-        self._sum_columns(x, m)
-        layers.scale(self._block).over(m.size, self.stream, m, f32(1 / count))
-        self._sum_columns(x, inverse, "(x - mean)^2", x, m)
-        numbers = f32(layer.momentum), f32(layer.epsilon), f32(1 / count), f32(1 / max(count - 1, 1))
-        layers.average(self._block).over(w.size, self.stream, m, inverse, mean, variance, *numbers)
-        layers.normalize(w.size, False, self._block).over(x.size, self.stream, x, m, inverse, w, b, ZERO, y)
+        (m, inverse), (cut, rows, deep) = saved.statistics, self._columns(x, w)
+        partial, _ = self._partial(2 * w.size, cut.slices(int(rows)))
+        blocks = cut.groups * cut.slices(int(rows))
+        norms.moments(w.size).launch(blocks, self.stream, x, partial, rows, deep)
+        arrays = partial, m, inverse, mean, variance
+        norms.statistics(layer, w.size).launch(-(-w.size // sums.OWNERS), self.stream, *arrays, rows, deep)
+        kernel = norms.normalize(w.size, False, saved.relu is not None, self._block)
+        kernel.over(x.size, self.stream, x, m, inverse, w, b, ZERO, y)
 
     def batch_norm_predict(
         self, layer: BatchNorm2d, x: Tensor, w: Tensor, b: Tensor, mean: Tensor, variance: Tensor, y: Tensor
     ) -> None:
-        kernel = layers.normalize(w.size, True, self._block)
+        kernel = norms.normalize(w.size, True, False, self._block)
         kernel.over(x.size, self.stream, x, mean, variance, w, b, f32(layer.epsilon), y)
 
     def batch_norm_backward(
         self, x: Tensor, w: Tensor, dy: Tensor, saved: Any, dx: Tensor | None, dw: Tensor, db: Tensor
     ) -> None:
-        mean, inverse = saved
-        self._sum_columns(dy, db)
-        self._sum_columns(dy, dw, "(x - mean) dy", x, mean)
-        layers.combine(True, self._block).over(w.size, self.stream, dw, inverse, dw)
+        relu, y, (cut, rows, deep) = saved.relu is not None, saved.relu or dy, self._columns(x, w)
+        slices = cut.slices(int(rows))
+        partial, _ = self._partial(w.size, 2 * slices)
+        sizes = u32(slices * w.size), rows, deep
+        kernel = norms.backward_sums(w.size, relu)
+        kernel.launch(cut.groups * slices, self.stream, x, *saved.statistics, y, dy, partial, *sizes)
+        self._sum_slices(partial[:slices], u32(slices), dw)
+        self._sum_slices(partial[slices:], u32(slices), db)
         if dx is not None:
-            kernel, share = layers.normalize_backward(w.size, self._block), f32(w.size / x.size)
-            kernel.over(x.size, self.stream, x, mean, inverse, w, dy, dw, db, share, dx)
+            backward = norms.normalize_backward(w.size, relu, self._block)
+            backward.over(x.size, self.stream, x, *saved.statistics, w, y, dy, dw, db, dx)
+
+    def _columns(self, x: Tensor, w: Tensor) -> tuple[sums.Columns, np.uint32, np.uint32]:
+        """Return how to cut sums of the columns of x (..., C), its rows, and those of a slice."""
+        rows = x.size // w.size
+        cut = sums.columns_of(self._multiprocessors, rows, w.size)
+        return cut, u32(rows), u32(cut.deep)
 
     def linear(self, x: Tensor, w: Tensor, b: Tensor | None, y: Tensor) -> None:
         self._product(x, w, b, y, (False, False))
@@ -174,12 +194,11 @@ class NaiveOps:
 
         return update
 
-    def _sum_columns(self, dy: Tensor, out: Tensor, of: str = "dy", x: Tensor | None = None, mean: Any = None) -> None:
-        """out[c] = the sum of a term, see `sums.column_sums`, over all of dy (..., C) but the column."""
-        columns, rows = out.size, dy.size // out.size
-        partial, slices = self._partial(columns, sums.slices(self._multiprocessors, rows, columns))
-        given = dy if x is None else x, self._or_nothing(mean), dy
-        sums.column_sums(columns, of).over(partial.size, self.stream, *given, partial, u32(rows), slices)
+    def _sum_columns(self, dy: Tensor, out: Tensor) -> None:
+        """out[c] = the sum of dy (..., C) over all but the column."""
+        cut, rows, deep = self._columns(dy, out)
+        partial, slices = self._partial(out.size, cut.slices(int(rows)))
+        sums.column_sums(out.size).launch(cut.groups * int(slices), self.stream, dy, partial, rows, deep)
         self._sum_slices(partial, slices, out)
 
     def _sum_slices(self, partial: Tensor, slices: np.uint32, out: Tensor, bias: Tensor | None = None) -> None:

@@ -39,7 +39,7 @@ def build(context: Context, network: Network, loss: Loss) -> list[FusedNode]:
                 add(nodes.Gather(context, network.input_shape), ())
                 continue  # what reads the data set itself may not fuse, but a layer after a gather may
             if isinstance(stage, net.ResidualStage):
-                add(fork := nodes.Fork(context, stage, made[-1]), (stage,))
+                add(fork := nodes.Fork(stage, made[-1]), (stage,))
                 trains = add_all(stage.stages, None, trains)
                 node = nodes.Join(context, fork, made[-1])
             elif fused:
@@ -73,12 +73,14 @@ def _fused(
             return nodes.FusedConv(context, stage, conv, plan, before), used
         relu = len(stages) > 1 and isinstance(stages[1].layer, net.ReLU)
         return (nodes.ProductConv(context, stage, relu, before), 1 + relu) if before else None
+    relu = len(stages) > 1 and isinstance(stages[1].layer, net.ReLU)
+    if isinstance(stage, net.NormStage) and before is not None and relu:
+        return nodes.NormReLU(context, stage, before), 2
     if isinstance(stage, net.LinearStage) and before is not None:
         D, O = stage.weight.shape  # noqa: E741
         fits = D <= MOST_HEAD_INPUTS and linear_kernels.lanes_of(O) <= BLOCK and D * O <= MOST_OWNED * BLOCK
         if len(stages) == 1 and loss == Loss.SOFTMAX_CROSS_ENTROPY and fits:
             return nodes.FusedHead(context, stage, before), 1
-        relu = len(stages) > 1 and isinstance(stages[1].layer, net.ReLU)
         return nodes.FusedLinear(context, stage, relu, before), 1 + relu
     return None
 

@@ -82,6 +82,40 @@ def dropout(D: int, batch_size: int, draws: int) -> Kernel:
     return Kernel(dropout, "void(f4[::1], u4[::1], u4, u4[::1], u4[::1], u4, i8, f4, f4[::1], u4)", BLOCK)
 
 
+@cache
+def skip(large: tuple[int, int, int], small: tuple[int, int, int], stride: int) -> Kernel:
+    """y = inner + the way past a Residual's layers, from x (N, *large) to y (N, *small): one thread per number.
+
+    That way takes every `stride`-th pixel and has zeros for the channels that x lacks.
+    """
+    (H, W, C), (P, Q, F), stride = map(u32, large), map(u32, small), u32(stride)
+
+    def skip(x, inner, y, count):
+        i = u32(cuda.grid(1))
+        if i < count:
+            n, p, q, f = split(i, P, Q, F)
+            past = x[offset(n, H, u32(p * stride), W, u32(q * stride), C, f)] if f < C else ZERO
+            y[i] = past + inner[i]
+
+    return Kernel(skip, "void(f4[::1], f4[::1], f4[::1], u4)", BLOCK)
+
+
+@cache
+def skip_backward(large: tuple[int, int, int], small: tuple[int, int, int], stride: int) -> Kernel:
+    """dx = inner + what the way past gives to it, sizes as of `skip`: one thread per number; inner may be dx or dy."""
+    (H, W, C), (P, Q, F), stride = map(u32, large), map(u32, small), u32(stride)
+
+    def skip_backward(dy, inner, dx, count):
+        i = u32(cuda.grid(1))
+        if i < count:
+            n, h, w, c = split(i, H, W, C)
+            seen = h % stride == u32(0) and w % stride == u32(0)
+            past = dy[offset(n, P, u32(h // stride), Q, u32(w // stride), F, c)] if seen else ZERO
+            dx[i] = inner[i] + past
+
+    return Kernel(skip_backward, "void(f4[::1], f4[::1], f4[::1], u4)", BLOCK)
+
+
 @kernel("void(i4[::1], u4[::1], u4, i4[::1], u4)")
 def gather_labels(labels, order, ahead, t, count):
     """t[n] = label of image order[start + n], for a loss that is not fused."""

@@ -21,8 +21,18 @@ from cnnexp.backends.gpu.fused.kernels import BLOCK, LANES
 from cnnexp.backends.gpu.kernels.index import ConvSizes, f32, u32
 from cnnexp.backends.gpu.shared import SharedOps
 from cnnexp.backends.parts import Part
-from cnnexp.backends.stages import Run, Shortcut, backward_stage, forward_stage
-from cnnexp.network import ConvStage, DropoutStage, FlattenStage, LinearStage, Parameter, ResidualStage, Stage
+from cnnexp.backends.stages import Run, backward_stage, forward_stage
+from cnnexp.network import (
+    ConvStage,
+    DropoutStage,
+    FlattenStage,
+    LinearStage,
+    NormStage,
+    Parameter,
+    ReLU,
+    ResidualStage,
+    Stage,
+)
 from cnnexp.network.losses import Loss
 from cnnexp.network.noise import threshold
 
@@ -376,6 +386,20 @@ class PlainLayer(FusedNode):
         return Run(step.count, context.parameters, context.arena.memory, context.running, step.trains)
 
 
+class NormReLU(PlainLayer):
+    """A BatchNorm2d and the ReLU after it."""
+
+    def __init__(self, context: Context, stage: NormStage, before: FusedNode) -> None:
+        super().__init__(context, stage, before, trains=True)
+        self._saved = replace(self._saved, relu=self.y)
+
+    def forward(self, step: BatchStep) -> None:
+        super().forward(step)
+        if not step.trains:
+            y = self.y[: step.count]
+            self._ops(step).elementwise(ReLU(), y, y)
+
+
 class PlainDropout(PlainLayer):
     """A Dropout; in `predict` it drops nothing."""
 
@@ -401,36 +425,39 @@ class PlainDropout(PlainLayer):
 class Fork(FusedNode):
     """Where a Residual begins: its layers read what it reads, and backward the way past them adds to their gradient."""
 
-    def __init__(self, context: Context, stage: ResidualStage, before: FusedNode) -> None:
-        self.y, self.dy, self._ops = before.y, before.dy, context.ops
-        like = device.empty((context.batch_size, *stage.output_shape), np.float32)
-        self.shortcut = Shortcut(context.ops, stage.window, self.y, like)
+    def __init__(self, stage: ResidualStage, before: FusedNode) -> None:
+        self.y, self.dy = before.y, before.dy
+        large, small = ((1,) * (3 - len(shape)) + shape for shape in (stage.input_shape, stage.output_shape))
+        self.sizes = large, small, stage.window.stride if stage.window else 1
+        self._kernel = kernels.skip_backward(*self.sizes)
         self.end: Join | None = None
 
     def forward(self, step: BatchStep) -> None:
         """Do nothing: its output is its input."""
 
     def backward(self, step: BatchStep) -> None:
-        if self.dy is not None and self.end is not None and self.end.dy is not None:
-            x, dx, dy = self.y[: step.count], self.dy[: step.count], self.end.dy[: step.count]
-            self._ops.stream = step.stream
-            self._ops.add(dy if self.end.doubles else dx, self.shortcut.backward(x, dy), dx)
+        if self.dy is not None and self.end is not None:
+            inner = self.end.dy if self.end.doubles else self.dy
+            self._kernel.over(self.dy[: step.count].size, step.stream, self.end.dy, inner, self.dy)
 
 
 class Join(FusedNode):
-    """Where a Residual ends: the sum of its layers' output and the way past them; its gradient is that of the first."""
+    """Where a Residual ends: the sum of its layers' output and the way past them; its gradient is that of the first.
+
+    But where its layers are views alone (it `doubles`), that is the very memory of what the fork adds to.
+    """
 
     def __init__(self, context: Context, fork: Fork, before: FusedNode) -> None:
-        self._fork, self._before, self._ops = fork, before, context.ops
+        self._fork, self._before = fork, before
         self._allocate(context, before.y.shape[1:])
         self.doubles = before.dy is not None and fork.dy is not None and before.dy.flat is fork.dy.flat
         self.dy = self.dy if self.doubles else before.dy
+        self._kernel = kernels.skip(*fork.sizes)
         fork.end = self
 
     def forward(self, step: BatchStep) -> None:
-        x, inner, y = (array[: step.count] for array in (self._fork.y, self._before.y, self.y))
-        self._ops.stream = step.stream
-        self._ops.add(self._fork.shortcut.forward(x), inner, y)
+        arrays = self._fork.y, self._before.y, self.y
+        self._kernel.over(self.y[: step.count].size, step.stream, *arrays)
 
 
 def _of_batch(count: int, *arrays: Tensor | None) -> list[Tensor | None]:

@@ -62,7 +62,6 @@ def deep(depth: int, slices: int) -> int:
 def forward(sizes: ConvSizes, has_bias: bool, relu: bool, tile: Tile) -> Kernel:
     """(x, w, w, y, pixels of y, depth, depth): y = x * w + bias, and ReLU. w ends in the biases, if there are any."""
     F, bias = u32(sizes.F), u32(sizes.K**2 * sizes.C * sizes.F)
-    pixel, tap, seen = _pixel_of_y(sizes), _tap_of_x(sizes), _seen(sizes)
 
     def weight(w, _, k, f):
         return w[offset(k, F, f)]
@@ -71,7 +70,8 @@ def forward(sizes: ConvSizes, has_bias: bool, relu: bool, tile: Tile) -> Kernel:
         value = value + w[bias + f] if has_bias else value
         return value if not relu or value > ZERO else ZERO
 
-    return _product(tile, sizes.F, pixel, tap, seen, weight, finished)
+    gathered = _gathered(sizes.H, sizes.W, masked=False)
+    return _product(tile, sizes.F, _corner(sizes), _tap(sizes), gathered, weight, finished)
 
 
 @cache
@@ -81,25 +81,30 @@ def backward_input(sizes: ConvSizes, relu: bool, tile: Tile) -> Kernel:
 
     def pixel(m):
         n, h, w = split(m, H, W)
-        return u32(n * u32(P * Q * F)), u32(h + top), u32(w + left)
+        row, col = u32(h + top), u32(w + left)
+        return offset(offset(n, P, row), Q, col, F, 0) if stride == u32(1) else offset(n, P * Q * F, 0), row, col
 
     def tap(k):
-        return split(k, K, F)
+        a, b, f = split(k, K, F)
+        return u32(f - offset(a, Q, b, F, 0)), u32(0 - a), u32(0 - b)
 
-    def spread(dy, y, pixel, tap):
-        (first, row, col), (a, b, f) = pixel, tap
-        p, q = u32(row - a), u32(col - b)
-        exists = a <= row and b <= col and p % stride == u32(0) and q % stride == u32(0)
-        p, q = u32(p // stride), u32(q // stride)
-        exists = exists and p < P and q < Q
-        place = u32(first + offset(p, Q, q, F, f)) if exists else u32(0)
-        return dy[place] if exists and (not relu or y[place] > ZERO) else ZERO
+    def strided(dy, y, pixel, tap):
+        (first, row, col), (f, a, b) = pixel, tap
+        row, col = u32(row + a), u32(col + b)
+        exists = row % stride == u32(0) and col % stride == u32(0) and row < P * stride and col < Q * stride
+        place = offset(u32(row // stride), Q, u32(col // stride), F, u32(f - offset(a, Q, b, F, 0)))
+        place = u32(first + place) if exists else u32(0)
+        value = dy[place]
+        if relu:
+            value = value if y[place] > ZERO else ZERO
+        return value if exists else ZERO
 
     def weight(w, _, k, c):
         a, b, f = split(k, K, F)
         return w[offset(a, K, b, C, c, F, f)]
 
-    return _product(tile, sizes.C, pixel, tap, spread, weight, _unchanged)
+    gathered = _gathered(sizes.P, sizes.Q, masked=relu) if sizes.stride == 1 else strided
+    return _product(tile, sizes.C, pixel, tap, gathered, weight, _unchanged)
 
 
 @cache
@@ -108,51 +113,65 @@ def backward_weights(sizes: ConvSizes, has_bias: bool, relu: bool, tile: Tile) -
 
     A row more than there are weights of a filter, which sees ones, is the biases' gradient.
     """
-    F, K = u32(sizes.F), u32(sizes.K)
-    pixel, tap, seen = _pixel_of_y(sizes), _tap_of_x(sizes), device_function(_seen(sizes))
+    F, K, gathered = u32(sizes.F), u32(sizes.K), device_function(_gathered(sizes.H, sizes.W, masked=False))
 
-    def seen_or_one(x, y, tap, pixel):
-        return ONE if has_bias and tap[0] >= K else seen(x, y, pixel, tap)
+    def gathered_or_one(x, y, tap, corner):
+        value = gathered(x, y, corner, tap)
+        return ONE if has_bias and tap[1] >= K else value
 
     def gradient(dy, y, k, f):
         place = offset(k, F, f)
-        return dy[place] if not relu or y[place] > ZERO else ZERO
+        value = dy[place]
+        if relu:
+            value = value if y[place] > ZERO else ZERO
+        return value
 
-    return _product(tile, sizes.F, tap, pixel, seen_or_one, gradient, _unchanged)
+    return _product(tile, sizes.F, _tap(sizes), _corner(sizes), gathered_or_one, gradient, _unchanged)
 
 
 def _unchanged(value, b, n):
     return value
 
 
-def _pixel_of_y(sizes: ConvSizes) -> Callable[..., Any]:
-    """Return the function of a pixel of y: where its image of x begins, and its window's corner, padding included."""
-    P, Q, stride, image = u32(sizes.P), u32(sizes.Q), u32(sizes.stride), u32(sizes.H * sizes.W * sizes.C)
+def _corner(sizes: ConvSizes) -> Callable[..., Any]:
+    """Return the function of a pixel of y: where its window begins in x, row and column: all below 0 in the padding."""
+    H, W, C, _, _, stride, top, left, P, Q, *_ = unsigned(sizes)
 
-    def pixel(m):
+    def corner(m):
         n, p, q = split(m, P, Q)
-        return u32(n * image), u32(p * stride), u32(q * stride)
+        row, col = u32(p * stride - top), u32(q * stride - left)
+        return offset(offset(n, H, row), W, col, C, 0), row, col
 
-    return pixel
-
-
-def _tap_of_x(sizes: ConvSizes) -> Callable[..., Any]:
-    K, C = u32(sizes.K), u32(sizes.C)
-    return lambda k: split(k, K, C)
+    return corner
 
 
-def _seen(sizes: ConvSizes) -> Callable[..., Any]:
-    """Return the function (x, _, pixel, tap): what a tap of a pixel's window sees of the padded image."""
-    H, W, C, K, _, _, top, left, *_ = unsigned(sizes)
+def _tap(sizes: ConvSizes) -> Callable[..., Any]:
+    """Return the function of a tap and channel: how far from where a window begins it lies, in x, rows and columns."""
+    W, C, K = u32(sizes.W), u32(sizes.C), u32(sizes.K)
 
-    def seen(x, _, pixel, tap):
-        (first, row, col), (a, b, c) = pixel, tap
-        h, w = u32(row + a - top), u32(col + b - left)  # beyond H and W where they would be negative
-        exists = h < H and w < W and a < K
-        place = u32(first + offset(h, W, w, C, c)) if exists else u32(0)
-        return x[place] if exists else ZERO
+    def tap(k):
+        a, b, c = split(k, K, C)
+        return offset(a, W, b, C, c), a, b
 
-    return seen
+    return tap
+
+
+def _gathered(high: int, wide: int, masked: bool) -> Callable[..., Any]:
+    """Return the function (x, mask, corner, tap): what a tap sees of images of `high` x `wide`; zero where `masked`.
+
+    Numbers below 0 are large ones, outside every image.
+    """
+    high, wide = u32(high), u32(wide)
+
+    def gathered(x, mask, corner, tap):
+        exists = u32(corner[1] + tap[1]) < high and u32(corner[2] + tap[2]) < wide
+        place = u32(corner[0] + tap[0]) if exists else u32(0)
+        value = x[place]
+        if masked:
+            value = value if mask[place] > ZERO else ZERO
+        return value if exists else ZERO
+
+    return gathered
 
 
 def _product(

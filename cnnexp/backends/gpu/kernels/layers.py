@@ -84,16 +84,12 @@ def put(source, target, first, count):
         target[u32(first + i)] = source[i]
 
 
-@cache
-def combine(multiplies: bool, block: int) -> Kernel:
-    """found = a + b or a * b, which may be one of them: one thread per number."""
-
-    def combine(a, b, found, count):
-        i = u32(cuda.grid(1))
-        if i < count:
-            found[i] = a[i] * b[i] if multiplies else a[i] + b[i]
-
-    return Kernel(combine, "void(f4[::1], f4[::1], f4[::1], u4)", block)
+@kernel("void(f4[::1], f4[::1], f4[::1], u4)")
+def add(a, b, total, count):
+    """total = a + b, which may be one of them: one thread per number."""
+    i = u32(cuda.grid(1))
+    if i < count:
+        total[i] = a[i] + b[i]
 
 
 mix = device_function(noise.mix)
@@ -111,55 +107,6 @@ def dropout(D: int, block: int) -> Kernel:
             y[i] = x[i] * scale if mix(mix(key ^ images[n]) ^ mix(np.int64(d))) >= least else ZERO
 
     return Kernel(dropout, "void(f4[::1], i8[::1], i8, i8, f4, f4[::1], u4)", block)
-
-
-@kernel("void(f4[::1], f4, u4)")
-def scale(x, factor, count):
-    """x *= factor: one thread per number."""
-    i = u32(cuda.grid(1))
-    if i < count:
-        x[i] = x[i] * factor
-
-
-@kernel("void(f4[::1], f4[::1], f4[::1], f4[::1], f4, f4, f4, f4, u4)")
-def average(mean, inverse, running_mean, running_variance, momentum, epsilon, share, unbiased, count):
-    """Move running averages; `inverse` holds sums of squares, then 1 / sqrt(variance + epsilon)."""
-    c = u32(cuda.grid(1))
-    if c < count:
-        squares = inverse[c]
-        running_mean[c] += momentum * (mean[c] - running_mean[c])
-        running_variance[c] += momentum * (squares * unbiased - running_variance[c])
-        inverse[c] = ONE / f32(math.sqrt(squares * share + epsilon))
-
-
-@cache
-def normalize(channels: int, from_variance: bool, block: int) -> Kernel:
-    """y = (x - mean) * inverse * w + b, `inverse` given or made from a variance; one thread per number."""
-    C = u32(channels)
-
-    def normalize(x, mean, inverse, w, b, epsilon, y, count):
-        i = u32(cuda.grid(1))
-        if i < count:
-            _, c = split(i, C)
-            factor = ONE / f32(math.sqrt(inverse[c] + epsilon)) if from_variance else inverse[c]
-            y[i] = (x[i] - mean[c]) * (factor * w[c]) + b[c]
-
-    return Kernel(normalize, "void(f4[::1], f4[::1], f4[::1], f4[::1], f4[::1], f4, f4[::1], u4)", block)
-
-
-@cache
-def normalize_backward(channels: int, block: int) -> Kernel:
-    """dx of `protocol`'s `batch_norm_backward`, share being 1 / the numbers of a channel; one thread per number."""
-    C = u32(channels)
-
-    def normalize_backward(x, mean, inverse, w, dy, dw, db, share, dx, count):
-        i = u32(cuda.grid(1))
-        if i < count:
-            _, c = split(i, C)
-            normal = (x[i] - mean[c]) * inverse[c]
-            dx[i] = inverse[c] * w[c] * (dy[i] - db[c] * share - normal * (dw[c] * share))
-
-    return Kernel(normalize_backward, f"void({'f4[::1], ' * 7}f4, f4[::1], u4)", block)
 
 
 @cache

@@ -6,7 +6,9 @@ many slices as give each multiprocessor some blocks. No atomic addition, so two 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 from numba import cuda
 
@@ -18,12 +20,6 @@ OWNERS = 8  # sums of a block in `sum_slices`: a sector of memory
 BLOCKS = 4  # of a multiprocessor
 AT_ONCE = 4  # loads that a thread begins before it adds up
 SIDE = 16  # of a tile of a matrix product
-
-
-def slices(multiprocessors: int, rows: int, size: int) -> int:
-    """Return into how many slices to cut a sum over `rows` of `size` numbers, a thread each, so that all have work."""
-    wanted = -(-BLOCKS * multiprocessors * THREADS // size)
-    return max(1, min(wanted, -(-rows // AT_ONCE)))
 
 
 def tiles(rows: int, columns: int) -> int:
@@ -86,28 +82,82 @@ def sum_slices(has_bias: bool) -> Kernel:
     return Kernel(sum_slices, "void(f4[::1], f4[::1], f4[::1], u4, u4, u4)", THREADS)
 
 
+@dataclass(frozen=True)
+class Columns:
+    """How blocks make sums of columns, each over a slice of the rows: of THREADS columns at most."""
+
+    columns: int
+    deep: int  # rows of a slice, but for the last
+
+    @property
+    def wide(self) -> int:
+        return min(self.columns, THREADS)
+
+    @property
+    def lanes(self) -> int:
+        """Return how many threads share out the rows of a column."""
+        return THREADS // self.wide
+
+    @property
+    def groups(self) -> int:
+        return -(-self.columns // self.wide)
+
+    def slices(self, rows: int) -> int:
+        return -(-rows // self.deep)
+
+
+def columns_of(multiprocessors: int, rows: int, columns: int) -> Columns:
+    """Return how to cut sums of columns so that all multiprocessors have blocks."""
+    one = Columns(columns, rows)
+    slices = min(-(-BLOCKS * multiprocessors // one.groups), -(-rows // (AT_ONCE * one.lanes)))
+    return Columns(columns, -(-rows // max(slices, 1)))
+
+
 @cache
-def column_sums(columns: int, of: str) -> Kernel:
-    """partial[s, c] = the sum over slice s of the rows of "dy", "(x - mean) dy" or "(x - mean)^2"; one thread each."""
-    C, is_centred, is_square = u32(columns), of != "dy", of == "(x - mean)^2"
+def place_in(columns: int) -> Any:
+    """Return the device function (t, block): a thread's slice, lane and column, and whether it has such a column."""
+    cut = Columns(columns, 1)
+    wide, groups, lanes, C = u32(cut.wide), u32(cut.groups), u32(cut.lanes), u32(columns)
 
-    def term(given, place):
-        x, mean, dy = given
-        if not is_centred:
-            return dy[place]
-        difference = x[place] - mean
-        return difference * (difference if is_square else dy[place])
+    def place(t, block):
+        s, group = split(block, groups)
+        lane, own = split(t, wide)
+        c = offset(group, wide, own)
+        return s, lane, c, lane < lanes and c < C
 
-    sum_rows = sum_of(term)
+    return cuda.jit(device=True)(place)
 
-    def column_sums(x, mean, dy, partial, rows, slices, count):
-        i = u32(cuda.grid(1))
-        if i < count:
-            row, c = split(i, C)
-            given = x, mean[c] if is_centred else ZERO, dy
-            partial[i] = sum_rows(given, c, C, row, rows, slices)
 
-    return Kernel(column_sums, "void(f4[::1], f4[::1], f4[::1], f4[::1], u4, u4, u4)", THREADS)
+@cuda.jit(device=True)
+def block_sum(shared, t, value, wide, lanes):
+    """Return the sum of what the lanes of thread t's column have, in their order."""
+    cuda.syncthreads()
+    shared[t] = value
+    cuda.syncthreads()
+    total, own = ZERO, u32(t % wide)
+    for lane in range(lanes):
+        total += shared[offset(lane, wide, own)]
+    return total
+
+
+@cache
+def column_sums(columns: int) -> Kernel:
+    """partial[s, c] = the sum of column c of dy over slice s, of `deep` rows."""
+    cut = Columns(columns, 1)
+    C, wide, lanes, place = u32(columns), u32(cut.wide), u32(cut.lanes), place_in(columns)
+
+    def column_sums(dy, partial, rows, deep):
+        shared = cuda.shared.array(THREADS, f32)
+        t = u32(cuda.threadIdx.x)
+        s, lane, c, works = place(t, cuda.blockIdx.x)
+        first = u32(s * deep)
+        stop = u32(min(rows, u32(first + deep)))
+        value = sum_every(dy, c, C, u32(first + lane), stop, lanes) if works else ZERO
+        value = block_sum(shared, t, value, wide, lanes)
+        if works and lane == u32(0):
+            partial[offset(s, C, c)] = value
+
+    return Kernel(column_sums, "void(f4[::1], f4[::1], u4, u4)", THREADS)
 
 
 @cache
