@@ -91,7 +91,8 @@ def backward_input(sizes: ConvSizes, relu: bool, tile: Tile) -> Kernel:
     def strided(dy, y, pixel, tap):
         (first, row, col), (f, a, b) = pixel, tap
         row, col = u32(row + a), u32(col + b)
-        exists = row % stride == u32(0) and col % stride == u32(0) and row < P * stride and col < Q * stride
+        on_step = (row % stride == u32(0)) & (col % stride == u32(0))
+        exists = on_step & (row < P * stride) & (col < Q * stride)  # without a branch, which loads would wait for
         place = offset(u32(row // stride), Q, u32(col // stride), F, u32(f - offset(a, Q, b, F, 0)))
         place = u32(first + place) if exists else u32(0)
         value = dy[place]
@@ -164,7 +165,7 @@ def _gathered(high: int, wide: int, masked: bool) -> Callable[..., Any]:
     high, wide = u32(high), u32(wide)
 
     def gathered(x, mask, corner, tap):
-        exists = u32(corner[1] + tap[1]) < high and u32(corner[2] + tap[2]) < wide
+        exists = (u32(corner[1] + tap[1]) < high) & (u32(corner[2] + tap[2]) < wide)
         place = u32(corner[0] + tap[0]) if exists else u32(0)
         value = x[place]
         if masked:
