@@ -45,7 +45,7 @@ from benchmarks.cases import LOSS, Case, multiply_adds
 from cnnexp.backends import backend_class
 from cnnexp.backends.gpu.limits import FLOATS, TURNS, best_seconds, copied_bytes_per_s, multiply_adds_per_s
 from cnnexp.errors import CnnexpError
-from cnnexp.network import Conv2d, Flatten, Linear, MaxPool2d, Network, ReLU
+from cnnexp.network import BatchNorm2d, Conv2d, Dropout, Flatten, Linear, MaxPool2d, Network, ReLU, Residual
 from cnnexp.network.models import OneConv, TwoConvMlp, TwoConvPool4
 from cnnexp.optimizers import SGD, Adam
 from cnnexp.testing import LOSSES, NETWORKS
@@ -81,6 +81,18 @@ CONFORMANCE = {
     "two_conv_mlp": (TwoConvMlp().network(MNIST, 10), 9, True),
     "two_conv_pool4": (TwoConvPool4().network(MNIST, 10), 33, True),
     "many_filters": (Network((5, 5, 3), (Conv2d(300, 3), ReLU(), MaxPool2d(3), Flatten(), Linear(11))), 5, True),
+    "many_channels": (
+        Network(
+            (9, 9, 3),
+            (
+                *(Conv2d(16, 3, padding="same"), BatchNorm2d(), ReLU()),
+                *(Residual((Conv2d(16, 3, padding="same"), ReLU(), Conv2d(16, 1))), ReLU()),
+                *(Conv2d(40, 3, 2, "auto"), ReLU(), Conv2d(18, 1, bias=False), Dropout(0.3), Flatten(), Linear(3)),
+            ),
+        ),
+        5,
+        False,
+    ),
     "many_outputs": (Network((4, 4, 1), (Conv2d(3, 3), ReLU(), Flatten(), Linear(40), ReLU(), Linear(99))), 4, False),
     **{title: (Network(*shape_and_layers), 5, False) for title, shape_and_layers in NETWORKS.items()},
 }

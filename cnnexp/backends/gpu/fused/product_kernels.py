@@ -20,12 +20,11 @@ from typing import Any
 from numba import cuda
 
 from cnnexp.backends.gpu.fused.kernels import BLOCK
-from cnnexp.backends.gpu.kernels.index import ONE, ZERO, ConvSizes, f32, offset, split, u32, unsigned
+from cnnexp.backends.gpu.kernels.index import ONE, ZERO, ConvSizes, f32, four, offset, split, u32, unsigned
 from cnnexp.backends.gpu.kernels.layers import device_function
 from cnnexp.backends.gpu.launch import Kernel
 
 STEP = 8  # of the depth between two barriers
-ABREAST = BLOCK // STEP  # rows, or columns, that a block loads at once
 SPARE = 4  # words more per line of a tile: lines fall into different banks, and four words still lie together
 WIDE = 4  # columns of a thread
 UNROLLED = 16  # rows of `WIDE` products between two tests for the end of a step
@@ -58,20 +57,46 @@ def deep(depth: int, slices: int) -> int:
     return -(-depth // (slices * STEP)) * STEP
 
 
+@dataclass(frozen=True)
+class Operand:
+    """How a thread loads an operand: some numbers at once that lie together, along the depth or along the side.
+
+    Attributes:
+        of_side: function (row or column): what `at` takes of it; of a row three numbers, of a column one.
+        of_depth: function (place in the depth): likewise.
+        at: function (array, mask, side, depth): the numbers, a tuple.
+    """
+
+    of_side: Callable[..., Any]
+    of_depth: Callable[..., Any]
+    at: Callable[..., Any]
+    deep: int = 1
+    side: int = 1
+
+    @property
+    def lanes(self) -> int:
+        """Return how many threads share out a step of the depth."""
+        return STEP // self.deep
+
+    @property
+    def abreast(self) -> int:
+        """Return how many rows, or columns, a block loads at once."""
+        return BLOCK // self.lanes * self.side
+
+
 @cache
 def forward(sizes: ConvSizes, has_bias: bool, relu: bool, tile: Tile) -> Kernel:
     """(x, w, w, y, pixels of y, depth, depth): y = x * w + bias, and ReLU. w ends in the biases, if there are any."""
     F, bias = u32(sizes.F), u32(sizes.K**2 * sizes.C * sizes.F)
 
-    def weight(w, _, k, f):
-        return w[offset(k, F, f)]
-
     def finished(value, w, f):
         value = value + w[bias + f] if has_bias else value
         return value if not relu or value > ZERO else ZERO
 
-    gathered = _gathered(sizes.H, sizes.W, masked=False)
-    return _product(tile, sizes.F, _corner(sizes), _tap(sizes), gathered, weight, finished)
+    seen = _gathered(sizes.H, sizes.W, sizes.C, masked=False)
+    left = Operand(_corner(sizes), _tap(sizes), seen, deep=_together(sizes.C))
+    right = Operand(lambda f: f, lambda k: u32(k * F), lambda w, _, f, k: (w[u32(f + k)],))
+    return _product(tile, sizes.F, left, right, finished)
 
 
 @cache
@@ -88,24 +113,23 @@ def backward_input(sizes: ConvSizes, relu: bool, tile: Tile) -> Kernel:
         a, b, f = split(k, K, F)
         return u32(f - offset(a, Q, b, F, 0)), u32(0 - a), u32(0 - b)
 
+    read = _read(sizes.F, masked=relu)
+
     def strided(dy, y, pixel, tap):
         (first, row, col), (f, a, b) = pixel, tap
-        row, col = u32(row + a), u32(col + b)
+        row, col, f = u32(row + a), u32(col + b), u32(f - offset(a, Q, b, F, 0))
         on_step = (row % stride == u32(0)) & (col % stride == u32(0))
         exists = on_step & (row < P * stride) & (col < Q * stride)  # without a branch, which loads would wait for
-        place = offset(u32(row // stride), Q, u32(col // stride), F, u32(f - offset(a, Q, b, F, 0)))
-        place = u32(first + place) if exists else u32(0)
-        value = dy[place]
-        if relu:
-            value = value if y[place] > ZERO else ZERO
-        return value if exists else ZERO
+        place = u32(first + offset(u32(row // stride), Q, u32(col // stride), F, f)) if exists else u32(0)
+        return read(dy, y, place, exists)
 
-    def weight(w, _, k, c):
+    def weight(k):
         a, b, f = split(k, K, F)
-        return w[offset(a, K, b, C, c, F, f)]
+        return offset(a, K, b, u32(C * F), f)
 
-    gathered = _gathered(sizes.P, sizes.Q, masked=relu) if sizes.stride == 1 else strided
-    return _product(tile, sizes.C, pixel, tap, gathered, weight, _unchanged)
+    spread = _gathered(sizes.P, sizes.Q, sizes.F, masked=relu) if sizes.stride == 1 else strided
+    right = Operand(lambda c: u32(c * F), weight, lambda w, _, c, k: (w[u32(c + k)],))
+    return _product(tile, sizes.C, Operand(pixel, tap, spread, deep=_together(sizes.F)), right)
 
 
 @cache
@@ -114,24 +138,25 @@ def backward_weights(sizes: ConvSizes, has_bias: bool, relu: bool, tile: Tile) -
 
     A row more than there are weights of a filter, which sees ones, is the biases' gradient.
     """
-    F, K, gathered = u32(sizes.F), u32(sizes.K), device_function(_gathered(sizes.H, sizes.W, masked=False))
+    F, K = u32(sizes.F), u32(sizes.K)
+    gathered, read = device_function(_gathered(sizes.H, sizes.W, sizes.C, masked=False)), _read(sizes.F, masked=relu)
 
-    def gathered_or_one(x, y, tap, corner):
-        value = gathered(x, y, corner, tap)
-        return ONE if has_bias and tap[1] >= K else value
+    def seen(x, y, tap, corner):
+        values = gathered(x, y, corner, tap)
+        return ones(values) if has_bias and tap[1] >= K else values
 
-    def gradient(dy, y, k, f):
-        place = offset(k, F, f)
-        value = dy[place]
-        if relu:
-            value = value if y[place] > ZERO else ZERO
-        return value
+    def gradient(dy, y, f, k):
+        return read(dy, y, u32(f + k), True)
 
-    return _product(tile, sizes.F, _tap(sizes), _corner(sizes), gathered_or_one, gradient, _unchanged)
+    ones = device_function(lambda values: (ONE, ONE, ONE, ONE) if len(values) == 4 else (ONE,))
+    left = Operand(_tap(sizes), _corner(sizes), seen, side=_together(sizes.C))
+    right = Operand(lambda f: f, lambda k: u32(k * F), gradient, side=_together(sizes.F))
+    return _product(tile, sizes.F, left, right)
 
 
-def _unchanged(value, b, n):
-    return value
+def _together(channels: int) -> int:
+    """Return how many numbers of a pixel a thread loads at once."""
+    return 4 if channels % 4 == 0 else 1
 
 
 def _corner(sizes: ConvSizes) -> Callable[..., Any]:
@@ -157,71 +182,87 @@ def _tap(sizes: ConvSizes) -> Callable[..., Any]:
     return tap
 
 
-def _gathered(high: int, wide: int, masked: bool) -> Callable[..., Any]:
+def _gathered(high: int, wide: int, channels: int, masked: bool) -> Callable[..., Any]:
     """Return the function (x, mask, corner, tap): what a tap sees of images of `high` x `wide`; zero where `masked`.
 
     Numbers below 0 are large ones, outside every image.
     """
-    high, wide = u32(high), u32(wide)
+    high, wide, read = u32(high), u32(wide), _read(channels, masked)
 
     def gathered(x, mask, corner, tap):
         exists = (u32(corner[1] + tap[1]) < high) & (u32(corner[2] + tap[2]) < wide)
-        place = u32(corner[0] + tap[0]) if exists else u32(0)
-        value = x[place]
-        if masked:
-            value = value if mask[place] > ZERO else ZERO
-        return value if exists else ZERO
+        return read(x, mask, u32(corner[0] + tap[0]) if exists else u32(0), exists)
 
     return gathered
 
 
+@cache
+def _read(channels: int, masked: bool) -> Any:
+    """Return the device function (x, mask, place, exists): the numbers there; zero where `masked`, or none `exists`."""
+
+    @device_function
+    def kept(value, mask, exists):
+        return value if exists & (mask > ZERO) else ZERO
+
+    def read_four(x, mask, place, exists):
+        a, b, c, d = four(x, place)
+        e, f, g, h = four(mask, place) if masked else (ONE, ONE, ONE, ONE)
+        return kept(a, e, exists), kept(b, f, exists), kept(c, g, exists), kept(d, h, exists)
+
+    def read_one(x, mask, place, exists):
+        return (kept(x[place], mask[place] if masked else ONE, exists),)
+
+    return device_function(read_four if _together(channels) == 4 else read_one)
+
+
 def _product(
-    tile: Tile,
-    columns: int,
-    row_of: Any,
-    place_of: Any,
-    left_at: Any,
-    right_at: Any,
-    finished: Any,
+    tile: Tile, columns: int, left: Operand, right: Operand, finished: Callable[..., Any] = lambda value, b, n: value
 ) -> Kernel:
     """Return the kernel (a, b, mask, out, rows, depth, deep): out[slice] (rows, columns) = finished(left @ right).
 
-    Args:
-        row_of, place_of: functions (index): what `left_at` takes of a row, three numbers, and of a place in the depth.
-        left_at: function (a, mask, row, place): an element of the left operand.
-        right_at: function (b, mask, place's index, column): an element of the right one.
-        finished: function (sum, b, column): what is written.
-
-    A block makes one slice of the depth, of `deep` places.
+    `finished` is a function (sum, b, column); a block makes one slice of the depth, of `deep` places.
     """
-    row_of, place_of, left_at, right_at, finished = map(
-        device_function, (row_of, place_of, left_at, right_at, finished)
+    row_of, place_of, left_at = map(device_function, (left.of_side, left.of_depth, left.at))
+    column_of, depth_of, right_at = map(device_function, (right.of_side, right.of_depth, right.at))
+    columns_, across, step, finished = (
+        u32(columns),
+        u32(-(-columns // tile.columns)),
+        u32(STEP),
+        device_function(finished),
     )
-    columns_, across, step, abreast = u32(columns), u32(-(-columns // tile.columns)), u32(STEP), u32(ABREAST)
-    a_loads, b_loads, high, wide = -(-tile.rows // ABREAST), -(-tile.columns // ABREAST), tile.high, WIDE
-    unrolled = UNROLLED // high
+    a_loads, b_loads = -(-tile.rows // left.abreast), -(-tile.columns // right.abreast)
+    a_deep, a_side, b_deep, b_side = left.deep, left.side, right.deep, right.side
+    a_lanes, b_lanes, a_abreast, b_abreast = (u32(v) for v in (left.lanes, right.lanes, left.abreast, right.abreast))
+    a_once, b_once, high, wide, unrolled = a_deep * a_side, b_deep * b_side, tile.high, WIDE, UNROLLED // tile.high
     a_pitch, b_pitch = tile.rows + SPARE, tile.columns + SPARE
     a_line, b_line, a_half, b_half = u32(a_pitch), u32(b_pitch), u32(STEP * a_pitch), u32(STEP * b_pitch)
-    a_size, b_size, totals, row_size = 2 * STEP * a_pitch, 2 * STEP * b_pitch, tile.high * WIDE, 3 * a_loads
+    a_size, b_size, totals = 2 * STEP * a_pitch, 2 * STEP * b_pitch, tile.high * WIDE
+    a_next, b_next, row_size, column_size = a_loads * a_once, b_loads * b_once, 3 * a_loads, 3 * b_loads
     lanes, tile_rows, tile_columns = u32(tile.columns // WIDE), u32(tile.rows), u32(tile.columns)
 
     def product(a, b, mask, out, rows, depth, deep):
         a_tile = cuda.shared.array(a_size, f32, alignment=16)
         b_tile = cuda.shared.array(b_size, f32, alignment=16)
-        next_a, next_b = cuda.local.array(a_loads, f32), cuda.local.array(b_loads, f32)
+        next_a, next_b = cuda.local.array(a_next, f32), cuda.local.array(b_next, f32)
         left, right, total = cuda.local.array(high, f32), cuda.local.array(wide, f32), cuda.local.array(totals, f32)
-        row = cuda.local.array(row_size, u32)
+        row, column = cuda.local.array(row_size, u32), cuda.local.array(column_size, u32)
         t = u32(cuda.threadIdx.x)
         part, block, group = split(cuda.blockIdx.x, u32((rows + tile_rows - u32(1)) // tile_rows), across)
         m0, n0 = u32(block * tile_rows), u32(group * tile_columns)
         first = u32(part * deep)
         stop = u32(min(depth, u32(first + deep)))
-        # what a thread loads is one place of each step of the depth, of several rows and columns
-        load, k = split(t, step)
+        # what a thread loads: of several rows and columns, its places of every step of the depth
+        a_load, a_k = split(t, a_lanes)
+        a_load, a_k = u32(a_load * u32(a_side)), u32(a_k * u32(a_deep))
         for j in range(a_loads):
-            m = u32(min(u32(m0 + load + u32(j) * abreast), u32(rows - u32(1))))
+            m = u32(min(u32(m0 + a_load + u32(j) * a_abreast), u32((rows - u32(1)) // u32(a_side) * u32(a_side))))
             row[3 * j], row[3 * j + 1], row[3 * j + 2] = row_of(m)
-        # what it multiplies is some of the tile's rows by some of its columns
+        b_load, b_k = split(t, b_lanes)
+        b_load, b_k = u32(b_load * u32(b_side)), u32(b_k * u32(b_deep))
+        for j in range(b_loads):
+            n = u32(min(u32(n0 + b_load + u32(j) * b_abreast), u32(columns_ - u32(b_side))))
+            column[j] = column_of(n)
+        # what it multiplies: some of the tile's rows by some of its columns
         for i in range(totals):
             total[i] = ZERO
         lane_row, lane = split(t, lanes)
@@ -229,15 +270,17 @@ def _product(
         a_stage, b_stage, k0 = u32(0), u32(0), first
         while k0 < u32(stop + step):
             # load a step, zeros past the end
-            within = u32(k0 + k) < stop
-            place = u32(k0 + k) if within else u32(0)
-            at = place_of(place)
+            within = u32(k0 + a_k) < stop
+            at = place_of(u32(k0 + a_k) if within else u32(0))
             for j in range(a_loads):
-                value = left_at(a, mask, (row[3 * j], row[3 * j + 1], row[3 * j + 2]), at)
-                next_a[j] = value if within else ZERO
+                values = left_at(a, mask, (row[3 * j], row[3 * j + 1], row[3 * j + 2]), at)
+                for i in range(a_once):
+                    next_a[j * a_once + i] = values[i] if within else ZERO
+            at_b = depth_of(u32(k0 + b_k) if u32(k0 + b_k) < stop else u32(0))
             for j in range(b_loads):
-                n = u32(min(u32(n0 + load + u32(j) * abreast), u32(columns_ - u32(1))))
-                next_b[j] = right_at(b, mask, place, n)
+                values = right_at(b, mask, column[j], at_b)
+                for i in range(b_once):
+                    next_b[j * b_once + i] = values[i]
             # multiply the one before, which is staged
             if k0 > first:
                 a_at, b_at = u32(a_stage + a_own), u32(b_stage + b_own)
@@ -255,10 +298,15 @@ def _product(
             # stage what was loaded, where nobody reads
             a_stage, b_stage = u32(a_half - a_stage), u32(b_half - b_stage)
             for j in range(a_loads):
-                a_tile[a_stage + offset(k, a_line, u32(load + u32(j) * abreast))] = next_a[j]
+                place = u32(a_stage + offset(a_k, a_line, u32(a_load + u32(j) * a_abreast)))
+                for i in range(a_once):
+                    if a_load + u32(j) * a_abreast < tile_rows:
+                        a_tile[place + u32(i * a_pitch if a_deep > 1 else i)] = next_a[j * a_once + i]
             for j in range(b_loads):
-                if u32(load + u32(j) * abreast) < tile_columns:
-                    b_tile[b_stage + offset(k, b_line, u32(load + u32(j) * abreast))] = next_b[j]
+                place = u32(b_stage + offset(b_k, b_line, u32(b_load + u32(j) * b_abreast)))
+                for i in range(b_once):
+                    if b_load + u32(j) * b_abreast < tile_columns:
+                        b_tile[place + u32(i * b_pitch if b_deep > 1 else i)] = next_b[j * b_once + i]
             cuda.syncthreads()
             k0 = u32(k0 + step)
         # write the sums

@@ -14,6 +14,7 @@ from functools import cache
 from typing import Any
 
 import numpy as np
+from llvmlite import ir
 from numba import cuda
 from numba.cuda import types
 from numba.cuda.extending import intrinsic
@@ -89,6 +90,21 @@ def split(typing: Any, place: Any, *sizes: Any) -> Any:
         return context.make_tuple(builder, kinds.return_type, [rest, *reversed(found)])
 
     return types.UniTuple(types.uint32, len(sizes) + 1)(place, types.StarArgTuple(sizes)), code
+
+
+@intrinsic
+def four(typing: Any, array: Any, place: Any) -> Any:
+    """Return four float32 from a place on, a multiple of four, of an array whose memory begins at one: by one load."""
+
+    def code(context: Any, builder: Any, kinds: Any, arguments: Any) -> Any:
+        data = context.make_array(kinds.args[0])(context, builder, arguments[0]).data
+        index = context.cast(builder, arguments[1], kinds.args[1], types.uint64)
+        together = ir.VectorType(ir.FloatType(), 4)
+        loaded = builder.load(builder.bitcast(builder.gep(data, [index]), together.as_pointer()), align=16)
+        numbers = [builder.extract_element(loaded, ir.Constant(ir.IntType(32), i)) for i in range(4)]
+        return context.make_tuple(builder, kinds.return_type, numbers)
+
+    return types.UniTuple(types.float32, 4)(array, place), code
 
 
 def _words(context: Any, builder: Any, kinds: Any, packed: Any) -> list[Any]:
