@@ -83,14 +83,14 @@ CONFORMANCE = {
     "many_filters": (Network((5, 5, 3), (Conv2d(300, 3), ReLU(), MaxPool2d(3), Flatten(), Linear(11))), 5, True),
     "many_channels": (
         Network(
-            (9, 9, 3),
+            (5, 5, 3),
             (
                 *(Conv2d(16, 3, padding="same"), BatchNorm2d(), ReLU()),
                 *(Residual((Conv2d(16, 3, padding="same"), ReLU(), Conv2d(16, 1))), ReLU()),
                 *(Conv2d(40, 3, 2, "auto"), ReLU(), Conv2d(18, 1, bias=False), Dropout(0.3), Flatten(), Linear(3)),
             ),
         ),
-        5,
+        3,
         False,
     ),
     "many_outputs": (Network((4, 4, 1), (Conv2d(3, 3), ReLU(), Flatten(), Linear(40), ReLU(), Linear(99))), 4, False),
