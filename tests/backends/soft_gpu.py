@@ -6,7 +6,7 @@ Run by `test_soft_gpu.py` in a process of its own, on two GPUs. After every test
 import gc
 import re
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -28,7 +28,20 @@ from cnnexp.backends.gpu.kernels.tiled import ConvTile
 from cnnexp.backends.gpu.streamed import Streamed
 from cnnexp.backends.parts import FOLLOWED
 from cnnexp.errors import ConfigError
-from cnnexp.network import Conv2d, Dropout, Flatten, LeakyReLU, Linear, MaxPool2d, Network, ReLU, Tanh
+from cnnexp.network import (
+    BatchNorm2d,
+    Conv2d,
+    Dropout,
+    Flatten,
+    LeakyReLU,
+    Linear,
+    MaxPool2d,
+    Network,
+    ReLU,
+    Residual,
+    Structural,
+    Tanh,
+)
 from cnnexp.testing import LOSSES
 from softgpu import numba_hook
 
@@ -108,6 +121,38 @@ def test_every_network_equals_the_oracle(backend, name, gpu):
 def test_gpu_fused_takes_every_network(name):
     network = Network(*({**OFTEN_SEEN, **ODD}[name]))
     check_case(backend_class("gpu-fused")(), clear_case(network, images=3))
+
+
+@dataclass(frozen=True)
+class Mirror(Structural):
+    """A layer that the host computes: its input, left and right exchanged."""
+
+    def output_shape(self, shape):
+        return shape
+
+    def forward(self, x):
+        return x[:, :, ::-1]
+
+    def backward(self, x, y, dy):
+        return dy[:, :, ::-1]
+
+
+def test_one_layer_that_the_host_computes_stays_one_layer():
+    """And what holds it, and a convolution of many channels, are beside it as without it."""
+    many = Conv2d(16, 3, padding="same"), BatchNorm2d(), ReLU(), Residual((Mirror(), Conv2d(16, 1), Tanh()))
+    network = Network((5, 6, 2), (*many, Mirror(), Dropout(0.3), Flatten(), Linear(3)))
+    softgpu.set_order(1, "late")
+    states = []
+    for name in ("numpy", "gpu-fused"):
+        program = backend_class(name)().compile(network, LOSS, SGD(momentum=0.5), 4)
+        program.restore(network.initial_state(2))
+        case, order = draw(10, network)
+        handle = program.load(case.images, case.labels)
+        totals = program.train(handle, order, 0.1)
+        program.apply(program.gradients(handle, order[:4])[1], 0.1)
+        states.append({**program.state(), "loss": totals.loss, "scores": program.predict(handle)})
+    for key, value in states[0].items():
+        np.testing.assert_allclose(states[1][key], value, rtol=1e-4, atol=1e-5, err_msg=key)
 
 
 def draw(count, network=SMALL):
@@ -233,18 +278,18 @@ def test_a_layerwise_step_is_three_launches_and_two_graphs(name, monkeypatch):
 
 def test_a_kernel_is_compiled_once_and_then_comes_from_the_disk(tmp_path, monkeypatch):
     monkeypatch.setattr(launch, "cache_folder", lambda name: tmp_path / "gpu")
-    kernel, x = layers.scale.__wrapped__(64), device.to_device(np.ones(3, np.float32))
-    kernel.over(3, 0, x, np.float32(2))
+    kernel, x = fused_kernels.advance.__wrapped__(64), device.to_device(np.ones(3, np.uint32))
+    kernel.launch(1, 0, x, np.uint32(2))
     (kept,) = (tmp_path / "gpu").iterdir()
-    again = layers.scale.__wrapped__(64)
+    again = fused_kernels.advance.__wrapped__(64)
     with monkeypatch.context() as patch:
         patch.setattr("numba.cuda.jit", lambda *_, **__: pytest.fail("compiled again"))
-        again.over(3, 0, x, np.float32(3))
-    assert device.to_host(x).tolist() == [6, 6, 6]
+        again.launch(1, 0, x, np.uint32(3))
+    assert device.to_host(x).tolist() == [6, 1, 1]
     kept.write_bytes(kept.read_bytes()[:-1])  # damaged: compiled anew
-    layers.scale.__wrapped__(64).over(3, 0, x, np.float32(2))
-    assert device.to_host(x).tolist() == [12, 12, 12]
-    layers.scale.__wrapped__(32).over(3, 0, x, np.float32(2))
+    fused_kernels.advance.__wrapped__(64).launch(1, 0, x, np.uint32(6))
+    assert device.to_host(x).tolist() == [12, 1, 1]
+    fused_kernels.advance.__wrapped__(32).launch(1, 0, x, np.uint32(2))
     assert len(list((tmp_path / "gpu").iterdir())) == 2
 
 
@@ -258,15 +303,15 @@ def test_what_tells_kernels_apart_is_the_same_in_every_process():
 
 
 def test_arguments_of_another_type_are_refused_and_what_is_tuned_changes_no_bit():
-    kernel, x, two = layers.scale(64), device.to_device(np.ones(3, np.float32)), np.float32(2)
+    kernel, x, two = fused_kernels.advance(64), device.to_device(np.ones(3, np.uint32)), np.uint32(2)
     for given, says in (
-        ((device.to_device(np.ones(3)), two), "scale: argument 0 is an array of float64, the kernel takes an array of"),
-        ((x, 2.0), "scale: argument 1 is float, the kernel takes float32"),
-        ((x, x), "scale: argument 1 is an array of float32, the kernel takes float32"),
-        ((x,), "scale takes 3 arguments, 2 given"),
+        ((device.to_device(np.ones(3)), two), "advance: argument 0 is an array of float64, the kernel takes an array"),
+        ((x, 2), "advance: argument 1 is int, the kernel takes uint32"),
+        ((x, x), "advance: argument 1 is an array of uint32, the kernel takes uint32"),
+        ((x,), "advance takes 2 arguments, 1 given"),
     ):
         with pytest.raises(TypeError, match=says):
-            kernel.over(3, 0, *given)
+            kernel.launch(1, 0, *given)
 
     sizes = ConvSizes(H=6, W=6, C=3, K=3, F=5, stride=1, top=0, left=0, P=4, Q=4)
     rng, ops = np.random.default_rng(0), backend_class("gpu-shared")().ops(2)

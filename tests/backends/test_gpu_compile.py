@@ -21,14 +21,18 @@ from cuda.core import Linker, LinkerOptions, ObjectCode
 from numba import cuda
 from numba.core import sigutils
 
+from benchmarks.gpu_check import CONFORMANCE
+from benchmarks.networks import NETWORKS
 from cnnexp import Knm, Linear, Loss, Network, OneConv, ReLU, TwoConvMlp, TwoConvPool4
 from cnnexp.backends import backend_class
 from cnnexp.backends.gpu import device, limits
 from cnnexp.backends.gpu.backend import GpuProgram
 from cnnexp.backends.gpu.device import Gpu, Tensor
+from cnnexp.backends.gpu.fused import nodes
 from cnnexp.backends.gpu.kernels import direct
 from cnnexp.backends.gpu.kernels.index import ConvSizes
 from cnnexp.backends.gpu.launch import Kernel
+from cnnexp.network import ConvStage, LinearStage
 from cnnexp.optimizers import SGD, Adam, AdaMax, AdamW, RMSprop
 from cnnexp.testing import LOSSES
 from cnnexp.testing import NETWORKS as SHIPPED
@@ -45,6 +49,7 @@ PROGRAMS = {
     "two_conv_mlp": (TwoConvMlp().network(MNIST, 10), SOFTMAX, Adam(), 64),
     "two_conv_pool4": (TwoConvPool4().network(MNIST, 10), SOFTMAX, RMSprop(momentum=0.9), 32),
     "knm_colour": (Knm().network((32, 32, 3), 10), SOFTMAX, AdaMax(), 100),
+    "many_channels": (CONFORMANCE["many_channels"][0], SOFTMAX, SGD(), 64),
     "plain_loss": (Network((4,), (ReLU(), Linear(300))), SOFTMAX, SGD(momentum=0.9, nesterov=True), 4),
     **{
         title: (Network(*network), LOSSES.get(title, Loss("softmax_cross_entropy", 0.1)), AdamW(), 8)
@@ -55,7 +60,7 @@ BACKENDS = ("gpu-naive", "gpu-shared-input", "gpu-shared", "gpu-fused")
 # compiled in every run of the tests, for one GPU; all programs on all backends for all GPUs take minutes
 OFTEN = {("gpu-naive", "one_conv"), ("gpu-shared", "one_conv")} | {
     *(("gpu-naive", program) for program in ("residual", "batch normalization", "dropout", "elementwise")),
-    *(("gpu-fused", program) for program in ("one_conv", "two_conv_mlp")),
+    *(("gpu-fused", program) for program in ("one_conv", "two_conv_mlp", "many_channels")),
 }
 
 # Most registers of a thread, and most instructions per multiply-add in the innermost loop, on sm_90a, by module and
@@ -65,11 +70,13 @@ BUDGETS = {
     "direct.conv2d": (48, 36.0),
     "tiled.conv2d": (48, 16.0),  # of several channels: each row of a filter is unrolled, not all of it
     "tiled.conv2d of one_conv": (48, 9.0),
+    "tiled.conv2d of many_channels": (48, 19.0),  # a filter of one pixel: nothing is unrolled
     "sums.matmul": (48, 4.0),
     "conv_kernels.conv2d": (64, 9.5),
     "conv_kernels.conv2d_backward_weights": (96, 9.0),  # of a window: its place and its gradient are loaded, too
     "conv_kernels.conv2d_backward_input": (80, 4.0),
     "linear_kernels.linear_head": (96, 6.0),
+    "product_kernels.product": (100, 1.4),
 }
 REGISTERS = 128  # of any other kernel
 compiled: set[tuple] = set()  # kernels are kept by their sizes, so two backends share some
@@ -195,6 +202,14 @@ def test_sums_and_products_of_a_large_batch_take_the_whole_gpu(launched, name, m
     program.train(handle, np.arange(1000), 0.1)
     for most in (min(blocks["matmul"]), max(blocks["column_sums"]), max(blocks["conv2d_backward_weights"])):
         assert most >= 2 * GPU.multiprocessors, blocks
+
+
+def test_every_product_of_the_benchmarks_networks_has_a_fused_kernel(launched):
+    for title, network, _ in NETWORKS.values():
+        made = make("gpu-fused").compile(network, SOFTMAX, SGD(), 128)._nodes
+        plain = [node._stage for node in made if isinstance(node, nodes.PlainLayer)]
+        products = [stage for stage in plain if isinstance(stage, ConvStage | LinearStage)]
+        assert not [stage for stage in products if isinstance(stage, LinearStage) or stage.dense], title
 
 
 def test_the_multiply_adds_that_are_timed_are_all_there_is():
