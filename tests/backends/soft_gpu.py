@@ -52,6 +52,7 @@ ODD = {
     "wide_kernel": ((12, 11, 1), (Conv2d(3, 9), ReLU(), Conv2d(2, 2), Flatten(), Linear(3))),
     "no_linear": ((5, 5, 1), (Conv2d(4, 5), Flatten())),
 }
+TANH = Residual((Tanh(),))
 SMALL = Network((6, 6, 1), (Conv2d(5, 3), ReLU(), MaxPool2d(2), Flatten(), Linear(4)))
 
 OF_CONV = {  # multiply-adds by hand
@@ -62,9 +63,11 @@ OF_CONV = {  # multiply-adds by hand
 TWO_NODES = {("forward", ("linear1", "loss")): (3 * 20 * 4, ""), **OF_CONV}
 NODES = {
     ("forward", ("conv2",)): (3 * 4 * 5, ""),
-    ("forward", ("tanh1",)): (0, ""),
+    ("forward", ("residual1.tanh1",)): (0, ""),
+    ("forward", ("residual1",)): (0, ""),
     ("forward", ("linear1", "loss")): (3 * 3 * 4, ""),
-    ("backward", ("tanh1",)): (0, ""),
+    ("backward", ("residual1",)): (0, ""),
+    ("backward", ("residual1.tanh1",)): (0, ""),
     ("backward", ("conv2",)): (3 * 4 * 5 + 2 * 2 * 5 * 4 * 3, ""),
     **OF_CONV,
 }
@@ -204,7 +207,7 @@ def test_bytes_are_divided_to_the_last_bit():
 def test_gpu_fused_tells_where_a_step_goes(graphs):
     """Every pass is told, with its layers and what it multiplies; readings change no bit of the parameters."""
     backend = backend_class("gpu-fused")(graphs=graphs)
-    deep = Network((6, 6, 1), (Conv2d(5, 3), ReLU(), MaxPool2d(2), Conv2d(3, 2), Tanh(), Flatten(), Linear(4)))
+    deep = Network((6, 6, 1), (Conv2d(5, 3), ReLU(), MaxPool2d(2), Conv2d(3, 2), TANH, Flatten(), Linear(4)))
     for network, expected in ((SMALL, TWO_NODES), (deep, NODES)):
         case, order = draw(60, network)
         assert len(backend.compile(network, LOSS, SGD(), 4).clocked()) == 0

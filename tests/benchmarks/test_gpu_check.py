@@ -52,6 +52,8 @@ def test_the_floor_is_counted_by_hand_and_ratios_are_to_the_best_float32_pytorch
 def test_pytorch_trains_the_same_network(name):
     torch = pytest.importorskip("torch")
     case = dataclasses.replace(NAMED[name], batch_size=4)
+    layers = pytest.importorskip("benchmarks.torch_peer").modules(case.network.stages, channels_last=True)
+    assert sum(p.numel() for layer in layers for p in layer.parameters()) == case.network.parameter_count
     rng = np.random.default_rng(0)
     images, labels = rng.integers(0, 256, (12, *case.network.input_shape), np.uint8), rng.integers(0, 10, 12)
     with torch.random.fork_rng():

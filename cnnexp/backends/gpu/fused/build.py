@@ -63,17 +63,15 @@ def _fused(
     context: Context, stages: Sequence[Stage], loss: Loss | None, before: FusedNode | None
 ) -> tuple[FusedNode, int] | None:
     """Return a fused node for the first of `stages` and how many of them it takes; None if there is none."""
-    stage = stages[0]
+    stage, relu = stages[0], len(stages) > 1 and isinstance(stages[1].layer, net.ReLU)
     if isinstance(stage, net.ConvStage) and stage.dense:
-        pool, relu, used = _pool_and_relu(stages)
-        conv = nodes.conv_block(stage, pool, relu, before is None)
+        pool, with_relu, used = _pool_and_relu(stages)
+        conv = nodes.conv_block(stage, pool, with_relu, before is None)
         plan = nodes.plan_conv(conv, context)
         few = before is None or min(conv.sizes.C, conv.sizes.F) < MANY_CHANNELS
         if plan is not None and few and (before is None or before.dy is None or plan.input_rows):
             return nodes.FusedConv(context, stage, conv, plan, before), used
-        relu = len(stages) > 1 and isinstance(stages[1].layer, net.ReLU)
         return (nodes.ProductConv(context, stage, relu, before), 1 + relu) if before else None
-    relu = len(stages) > 1 and isinstance(stages[1].layer, net.ReLU)
     if isinstance(stage, net.NormStage) and before is not None and relu:
         return nodes.NormReLU(context, stage, before), 2
     if isinstance(stage, net.LinearStage) and before is not None:
@@ -121,8 +119,10 @@ def parts_of(node: FusedNode, stages: Sequence[Stage], before: FusedNode | None,
     if not layers:
         return {} if stages else {FORWARD: Part(FORWARD, ("loss",), kernel)}
     loss = ("loss",) if isinstance(node, nodes.FusedHead) else ()  # in the kernel that makes the scores
-    parts = {FORWARD: Part(FORWARD, (*layers, *loss), kernel, forward, at_once)}
-    if not isinstance(node, nodes.FusedHead) and node.dy is not None:
+    parts = {}
+    if not isinstance(node, nodes.Fork):
+        parts[FORWARD] = Part(FORWARD, (*layers, *loss), kernel, forward, at_once)
+    if not isinstance(node, nodes.FusedHead | nodes.Join) and node.dy is not None:
         parts[BACKWARD] = Part(BACKWARD, layers, kernel, backward, at_once, fewer)
     return parts
 
