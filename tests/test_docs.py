@@ -1,6 +1,7 @@
 """The pages: the tutorial followed to the letter, what the README says, and links that lead somewhere."""
 
 import importlib
+import itertools
 import re
 import shlex
 
@@ -8,6 +9,7 @@ import pytest
 import yaml
 from commands import ROOT, follow, python
 
+from benchmarks.cases import select
 from cnnexp import __main__ as cli
 from cnnexp.app.config import load
 from cnnexp.errors import BackendUnavailable
@@ -49,6 +51,26 @@ def test_every_command_of_the_other_pages_is_one(run, words):
         load(yaml.safe_load(out))
     except BackendUnavailable:
         assert "gpu" in " ".join(words)
+
+
+def benchmark_commands():
+    """Return the words of every command of a benchmark on a page, by module."""
+    found = {}
+    for page in PAGES:
+        for module, given in re.findall(r"python -m (benchmarks[\w.]*)((?:\\\n|[^`\n#])*)", page.read_text("utf-8")):
+            found.setdefault(module.rstrip("."), []).append(shlex.split(given))
+    return found
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("module", "typed"), benchmark_commands().items(), ids=benchmark_commands())
+def test_every_flag_and_case_of_a_benchmark_is_one(module, typed):
+    flags = {word for words in typed for word in words if word.startswith("--")}
+    if flags:
+        assert flags <= set(re.findall(r"--[\w-]+", python("-m", module, "--help")))
+    for words in typed:
+        chosen = words[words.index("--cases") + 1 :] if "--cases" in words else []
+        select([*itertools.takewhile(lambda word: not word.startswith("--"), (w for w in chosen if w != "..."))])
 
 
 @pytest.mark.thorough
