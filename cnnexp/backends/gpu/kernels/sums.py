@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+import numpy as np
 from numba import cuda
 
 from cnnexp.backends.gpu.kernels.index import ZERO, f32, offset, split, u32
@@ -87,6 +88,7 @@ class Columns:
     """How blocks make sums of columns, each over a slice of the rows: of THREADS columns at most."""
 
     columns: int
+    rows: int
     deep: int  # rows of a slice, but for the last
 
     @property
@@ -102,30 +104,41 @@ class Columns:
     def groups(self) -> int:
         return -(-self.columns // self.wide)
 
-    def slices(self, rows: int) -> int:
-        return -(-rows // self.deep)
+    @property
+    def slices(self) -> int:
+        return -(-self.rows // self.deep)
+
+    @property
+    def blocks(self) -> int:
+        return self.groups * self.slices
 
 
 def columns_of(multiprocessors: int, rows: int, columns: int) -> Columns:
     """Return how to cut sums of columns so that all multiprocessors have blocks."""
-    one = Columns(columns, rows)
+    one = Columns(columns, rows, rows)
     slices = min(-(-BLOCKS * multiprocessors // one.groups), -(-rows // (AT_ONCE * one.lanes)))
-    return Columns(columns, -(-rows // max(slices, 1)))
+    return Columns(columns, rows, -(-rows // max(slices, 1)))
 
 
 @cache
-def place_in(columns: int) -> Any:
-    """Return the device function (t, block): a thread's slice, lane and column, and whether it has such a column."""
-    cut = Columns(columns, 1)
-    wide, groups, lanes, C = u32(cut.wide), u32(cut.groups), u32(cut.lanes), u32(columns)
+def slice_of(columns: int) -> tuple[Any, np.uint32, np.uint32, np.uint32]:
+    """Return a device function, the columns, those of a block, and how many lanes of threads add up each.
 
-    def place(t, block):
-        s, group = split(block, groups)
+    The function (t, rows, deep) returns a thread's slice and column, the first of its rows and the end of the slice,
+    and whether it writes the sum; a thread without a column has no rows.
+    """
+    cut = Columns(columns, 1, 1)
+    C, wide, groups, lanes = u32(columns), u32(cut.wide), u32(cut.groups), u32(cut.lanes)
+
+    def place(t, rows, deep):
+        s, group = split(cuda.blockIdx.x, groups)
         lane, own = split(t, wide)
-        c = offset(group, wide, own)
-        return s, lane, c, lane < lanes and c < C
+        c, first = offset(group, wide, own), u32(s * deep)
+        stop = u32(min(rows, u32(first + deep)))
+        works = lane < lanes and c < C
+        return s, c, u32(first + lane) if works else stop, stop, works and lane == u32(0)
 
-    return cuda.jit(device=True)(place)
+    return cuda.jit(device=True)(place), C, wide, lanes
 
 
 @cuda.jit(device=True)
@@ -143,18 +156,14 @@ def block_sum(shared, t, value, wide, lanes):
 @cache
 def column_sums(columns: int) -> Kernel:
     """partial[s, c] = the sum of column c of dy over slice s, of `deep` rows."""
-    cut = Columns(columns, 1)
-    C, wide, lanes, place = u32(columns), u32(cut.wide), u32(cut.lanes), place_in(columns)
+    place, C, wide, lanes = slice_of(columns)
 
     def column_sums(dy, partial, rows, deep):
         shared = cuda.shared.array(THREADS, f32)
         t = u32(cuda.threadIdx.x)
-        s, lane, c, works = place(t, cuda.blockIdx.x)
-        first = u32(s * deep)
-        stop = u32(min(rows, u32(first + deep)))
-        value = sum_every(dy, c, C, u32(first + lane), stop, lanes) if works else ZERO
-        value = block_sum(shared, t, value, wide, lanes)
-        if works and lane == u32(0):
+        s, c, row, stop, writes = place(t, rows, deep)
+        value = block_sum(shared, t, sum_every(dy, c, C, row, stop, lanes), wide, lanes)
+        if writes:
             partial[offset(s, C, c)] = value
 
     return Kernel(column_sums, "void(f4[::1], f4[::1], u4, u4)", THREADS)
