@@ -16,12 +16,10 @@ from cnnexp.backends.gpu.launch import Kernel
 from cnnexp.network import BatchNorm2d
 
 
-def _square(given, place):
+@sum_of
+def sum_squares(given, place):
     x, mean = given
     return (x[place] - mean) * (x[place] - mean)
-
-
-_sum_squares = sum_of(_square)
 
 
 @cache
@@ -35,7 +33,7 @@ def moments(channels: int) -> Kernel:
         s, c, row, stop, writes = place(t, rows, deep)
         total = block_sum(shared, t, sum_every(x, c, C, row, stop, lanes), wide, lanes)
         mean = total / f32(u32(stop - s * deep))
-        squares = block_sum(shared, t, _sum_squares((x, mean), c, C, row, stop, lanes), wide, lanes)
+        squares = block_sum(shared, t, sum_squares((x, mean), c, C, row, stop, lanes), wide, lanes)
         if writes:
             partial[offset(s, 2, 0, C, c)], partial[offset(s, 2, 1, C, c)] = mean, squares
 
@@ -51,16 +49,16 @@ def statistics(layer: BatchNorm2d, channels: int) -> Kernel:
     C, owners, parts = u32(channels), u32(OWNERS), u32(THREADS // OWNERS)
     epsilon, momentum = f32(layer.epsilon), f32(layer.momentum)
 
-    def mean_of(given, s):
+    @sum_of
+    def sum_means(given, s):
         partial, c, rows, deep = given
         return partial[offset(s, 2, 0, C, c)] * f32(min(deep, u32(rows - s * deep)))
 
-    def squares_of(given, s):
+    @sum_of
+    def sum_about(given, s):
         partial, c, rows, deep, m = given
         apart = partial[offset(s, 2, 0, C, c)] - m
         return partial[offset(s, 2, 1, C, c)] + apart * apart * f32(min(deep, u32(rows - s * deep)))
-
-    sum_means, sum_about = sum_of(mean_of), sum_of(squares_of)
 
     def statistics(partial, mean, inverse, running_mean, running_variance, rows, deep):
         shared = cuda.shared.array(THREADS, f32)
