@@ -351,12 +351,13 @@ class PlainLayer(FusedNode):
         self._saved = context.ops.saved(stage, context.batch_size)
 
     def forward(self, step: BatchStep) -> None:
-        x, y = _of_batch(step.count, self._before.y, self.y)
+        x, y = self._before.y[: step.count], self.y[: step.count]
         forward_stage(self._ops(step), self._stage, self._run(step), x, y, self._saved)
 
     def backward(self, step: BatchStep) -> None:
         if self.dy is not None:
-            x, y, dy, dx = _of_batch(step.count, self._before.y, self.y, self.dy, self._before.dy)
+            x, y, dy = (array[: step.count] for array in (self._before.y, self.y, self.dy))
+            dx = self._before.dy and self._before.dy[: step.count]
             backward_stage(self._ops(step), self._stage, self._run(step), x, y, dy, self._saved, dx)
 
     def _ops(self, step: BatchStep) -> SharedOps:
@@ -437,8 +438,3 @@ class Join(FusedNode):
     def forward(self, step: BatchStep) -> None:
         arrays = self._fork.y, self._before.y, self.y
         self._kernel.over(self.y[: step.count].size, step.stream, *arrays)
-
-
-def _of_batch(count: int, *arrays: Tensor | None) -> list[Tensor | None]:
-    """Return the first `count` images of each array."""
-    return [None if array is None else array[:count] for array in arrays]
