@@ -144,7 +144,12 @@ class GpuBackend(Backend):
 
     @property
     def facts(self) -> dict[str, str]:
-        return self.gpu.facts
+        gpu = self.gpu
+        return {
+            "gpu.compute_capability": device.dotted(gpu.compute_capability),
+            "gpu.driver_cuda": device.dotted(gpu.driver),
+            "gpu.toolkit": device.dotted(gpu.toolkit),
+        }
 
     def ops(self, batch_size: int) -> GpuOps:
         """Return the layers' mathematics at this backend's settings, for batches of that size."""

@@ -14,7 +14,6 @@ from functools import cache, cached_property
 from typing import Any
 
 import numpy as np
-from numba import config
 
 from cnnexp.errors import BackendUnavailable, ConfigError, GpuError, installing
 
@@ -22,7 +21,6 @@ from cnnexp.errors import BackendUnavailable, ConfigError, GpuError, installing
 os.environ.setdefault("NUMBA_CUDA_LOW_OCCUPANCY_WARNINGS", "0")
 os.environ.setdefault("CUDA_PYTHON_DISABLE_MAJOR_VERSION_WARNING", "1")  # `open_gpu` says so, in one line
 logging.getLogger("numba.cuda.cudadrv.driver").setLevel(logging.CRITICAL + 1)  # what it logs, it raises too
-config.CUDA_LOW_OCCUPANCY_WARNINGS = 0
 
 try:
     from numba import cuda
@@ -49,17 +47,8 @@ class Gpu:
     block_threads: int  # the most in one block
     shared_bytes: int  # the most static shared memory of one block
 
-    @property
-    def facts(self) -> dict[str, str]:
-        """Tags that say what computed, beside the name."""
-        return {
-            "gpu.compute_capability": _dotted(self.compute_capability),
-            "gpu.driver_cuda": _dotted(self.driver),
-            "gpu.toolkit": _dotted(self.toolkit),
-        }
 
-
-def _dotted(version: tuple[int, int]) -> str:
+def dotted(version: tuple[int, int]) -> str:
     return ".".join(str(part) for part in version)
 
 
@@ -86,18 +75,17 @@ def open_gpu(index: int) -> Gpu:
         raise ConfigError(f"backend.device={index}: must be 0 .. {count - 1}, the GPUs of this machine")
     with _translate_errors():
         device = cuda.gpus[index]
-        name = device.name.decode() if isinstance(device.name, bytes) else device.name
         driver, toolkit = cuda.cudadrv.driver.get_version(), cuda.runtime.get_version()
         if driver[0] < toolkit[0]:  # a driver takes the code of every toolkit of its own major version
             raise GpuError(
-                f"the NVIDIA driver takes CUDA {_dotted(driver)}, the compiler here is of CUDA {_dotted(toolkit)}: "
+                f"the NVIDIA driver takes CUDA {dotted(driver)}, the compiler here is of CUDA {dotted(toolkit)}: "
                 "update the driver, or use backend=cpu-parallel or cpu-simd"
             )
-        capability = tuple(device.compute_capability)
+        name, capability = device.name, tuple(device.compute_capability)
         if capability < OLDEST_CAPABILITY:
             raise GpuError(
-                f"backend.device={index}: {name} has compute capability {_dotted(capability)}, the compiler here is "
-                f"for {_dotted(OLDEST_CAPABILITY)} and later; use another GPU, or backend=cpu-parallel or cpu-simd"
+                f"backend.device={index}: {name} has compute capability {dotted(capability)}, the compiler here is "
+                f"for {dotted(OLDEST_CAPABILITY)} and later; use another GPU, or backend=cpu-parallel or cpu-simd"
             )
         limits = device.MULTIPROCESSOR_COUNT, device.MAX_THREADS_PER_BLOCK, device.MAX_SHARED_MEMORY_PER_BLOCK
         return Gpu(index, name, capability, driver, toolkit, *limits)

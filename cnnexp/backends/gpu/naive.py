@@ -84,11 +84,9 @@ class NaiveOps:
         direct.conv2d_backward_input(sizes, self._block).over(dx.size, self.stream, w, dy, dx)
 
     def _conv2d_backward_weights(self, sizes: ConvSizes, x: Tensor, dy: Tensor, dw: Tensor) -> None:
-        images, blocks = x.shape[0], -(-dw.size // self._block)  # those of a slice
-        partial, slices = self._partial(dw.size, min(images, self._enough_blocks(blocks)))
-        kernel = direct.conv2d_backward_weights(sizes, self._block)
-        kernel.over(partial.size, self.stream, x, dy, partial, u32(images), slices)
-        self._sum_slices(partial, slices, dw)
+        partial, kernel = self._of_images(x, dw), direct.conv2d_backward_weights(sizes, self._block)
+        kernel.over(partial.size, self.stream, x, dy, partial, u32(len(x)), u32(len(partial)))
+        self._sum_slices(partial, dw)
 
     def elementwise(self, layer: Elementwise, x: Tensor, y: Tensor) -> None:
         layers.elementwise(layer, self._block).over(x.size, self.stream, x, y)
@@ -118,12 +116,11 @@ class NaiveOps:
     def batch_norm(
         self, layer: BatchNorm2d, x: Tensor, w: Tensor, b: Tensor, mean: Tensor, variance: Tensor, y: Tensor, saved: Any
     ) -> None:
-        (m, inverse), (cut, rows, deep) = saved.statistics, self._columns(x, w)
-        partial, _ = self._partial(2 * w.size, cut.slices(int(rows)))
-        blocks = cut.groups * cut.slices(int(rows))
-        norms.moments(w.size).launch(blocks, self.stream, x, partial, rows, deep)
+        (m, inverse), cut = saved.statistics, self._columns(x, w)
+        partial, sizes = self._partial(2 * cut.slices, w.size), (u32(cut.rows), u32(cut.deep))
+        norms.moments(w.size).launch(cut.blocks, self.stream, x, partial, *sizes)
         arrays = partial, m, inverse, mean, variance
-        norms.statistics(layer, w.size).launch(-(-w.size // sums.OWNERS), self.stream, *arrays, rows, deep)
+        norms.statistics(layer, w.size).launch(-(-w.size // sums.OWNERS), self.stream, *arrays, *sizes)
         kernel = norms.normalize(w.size, False, saved.relu is not None, self._block)
         kernel.over(x.size, self.stream, x, m, inverse, w, b, ZERO, y)
 
@@ -136,23 +133,20 @@ class NaiveOps:
     def batch_norm_backward(
         self, x: Tensor, w: Tensor, dy: Tensor, saved: Any, dx: Tensor | None, dw: Tensor, db: Tensor
     ) -> None:
-        relu, y, (cut, rows, deep) = saved.relu is not None, saved.relu or dy, self._columns(x, w)
-        slices = cut.slices(int(rows))
-        partial, _ = self._partial(w.size, 2 * slices)
-        sizes = u32(slices * w.size), rows, deep
+        relu, y, cut = saved.relu is not None, saved.relu or dy, self._columns(x, w)
+        partial = self._partial(2 * cut.slices, w.size)
+        sizes = u32(cut.slices * w.size), u32(cut.rows), u32(cut.deep)
         kernel = norms.backward_sums(w.size, relu)
-        kernel.launch(cut.groups * slices, self.stream, x, *saved.statistics, y, dy, partial, *sizes)
-        self._sum_slices(partial[:slices], u32(slices), dw)
-        self._sum_slices(partial[slices:], u32(slices), db)
+        kernel.launch(cut.blocks, self.stream, x, *saved.statistics, y, dy, partial, *sizes)
+        self._sum_slices(partial[: cut.slices], dw)
+        self._sum_slices(partial[cut.slices :], db)
         if dx is not None:
             backward = norms.normalize_backward(w.size, relu, self._block)
             backward.over(x.size, self.stream, x, *saved.statistics, w, y, dy, dw, db, dx)
 
-    def _columns(self, x: Tensor, w: Tensor) -> tuple[sums.Columns, np.uint32, np.uint32]:
-        """Return how to cut sums of the columns of x (..., C), its rows, and those of a slice."""
-        rows = x.size // w.size
-        cut = sums.columns_of(self._multiprocessors, rows, w.size)
-        return cut, u32(rows), u32(cut.deep)
+    def _columns(self, x: Tensor, w: Tensor) -> sums.Columns:
+        """Return how to cut sums of the columns of x (..., C), for w (C,)."""
+        return sums.columns_of(self._multiprocessors, x.size // w.size, w.size)
 
     def linear(self, x: Tensor, w: Tensor, b: Tensor | None, y: Tensor) -> None:
         self._product(x, w, b, y, (False, False))
@@ -162,13 +156,13 @@ class NaiveOps:
         (rows, columns), depth = y.shape, x.shape[0 if transposed[0] else 1]
         deep = sums.deep(self._multiprocessors, rows, columns, depth)
         parts = -(-depth // deep)
-        partial = y if parts == 1 else self._partial(y.size, parts)[0]
+        partial = y if parts == 1 else self._partial(parts, y.size)
         kernel = sums.matmul(*transposed, b is not None and parts == 1)
         sizes = (u32(size) for size in (rows, columns, depth, deep))
         blocks = sums.tiles(rows, columns) * parts
         kernel.launch(blocks, self.stream, x, w, self._or_nothing(b), partial, *sizes)
         if parts > 1:
-            self._sum_slices(partial, u32(parts), y, b)
+            self._sum_slices(partial, y, b)
 
     def linear_backward(
         self, x: Tensor, w: Tensor, dy: Tensor, dx: Tensor | None, dw: Tensor, db: Tensor | None
@@ -196,25 +190,27 @@ class NaiveOps:
 
     def _sum_columns(self, dy: Tensor, out: Tensor) -> None:
         """out[c] = the sum of dy (..., C) over all but the column."""
-        cut, rows, deep = self._columns(dy, out)
-        partial, slices = self._partial(out.size, cut.slices(int(rows)))
-        sums.column_sums(out.size).launch(cut.groups * int(slices), self.stream, dy, partial, rows, deep)
-        self._sum_slices(partial, slices, out)
+        cut = self._columns(dy, out)
+        partial = self._partial(cut.slices, out.size)
+        sums.column_sums(out.size).launch(cut.blocks, self.stream, dy, partial, u32(cut.rows), u32(cut.deep))
+        self._sum_slices(partial, out)
 
-    def _sum_slices(self, partial: Tensor, slices: np.uint32, out: Tensor, bias: Tensor | None = None) -> None:
+    def _sum_slices(self, partial: Tensor, out: Tensor, bias: Tensor | None = None) -> None:
+        """Fill out with the sums over the slices of partial (slices, out.size), plus a bias if there is one."""
         kernel, columns = sums.sum_slices(bias is not None), out.size if bias is None else bias.size
-        blocks, sizes = -(-out.size // sums.OWNERS), (slices, u32(columns), u32(out.size))
+        blocks, sizes = -(-out.size // sums.OWNERS), map(u32, (len(partial), columns, out.size))
         kernel.launch(blocks, self.stream, partial, self._or_nothing(bias), out, *sizes)
 
-    def _enough_blocks(self, blocks: int) -> int:
-        """Return how many times so many blocks give all multiprocessors work."""
-        return -(-sums.BLOCKS * self._multiprocessors // blocks)
+    def _of_images(self, x: Tensor, dw: Tensor) -> Tensor:
+        """Return scratch for dw of every slice of the images, of which there are as many as give the whole GPU work."""
+        blocks = -(-dw.size // self._block)  # of a slice
+        return self._partial(min(len(x), -(-sums.BLOCKS * self._multiprocessors // blocks)), dw.size)
 
-    def _partial(self, size: int, slices: int) -> tuple[Tensor, np.uint32]:
-        """Return scratch (slices, size), valid until asked for again, and the slices."""
+    def _partial(self, slices: int, size: int) -> Tensor:
+        """Return scratch (slices, size), valid until asked for again."""
         if self._scratch[-1].size < slices * size:
             self._scratch.append(device.empty((slices * size,), np.float32))
-        return Tensor(self._scratch[-1].flat, (slices, size)), u32(slices)
+        return Tensor(self._scratch[-1].flat, (slices, size))
 
     def _or_nothing(self, array: Tensor | None) -> Tensor:
         return self._nothing if array is None else array

@@ -60,11 +60,10 @@ class SharedOps(NaiveOps):
         if rows == 0 or not sizes.dense:
             super()._conv2d_backward_weights(sizes, x, dy, dw)
             return
-        images, groups = x.shape[0], -(-dw.size // self._block)
-        partial, slices = self._partial(dw.size, min(images, self._enough_blocks(groups)))
+        partial, groups = self._of_images(x, dw), -(-dw.size // self._block)
         kernel = tiled.conv2d_backward_weights(sizes, rows, self._stage_filters, self._block)
-        kernel.launch(groups * int(slices), self.stream, x, dy, partial, u32(images), slices)
-        self._sum_slices(partial, slices, dw)
+        kernel.launch(groups * len(partial), self.stream, x, dy, partial, u32(len(x)), u32(len(partial)))
+        self._sum_slices(partial, dw)
 
 
 def flipped(sizes: ConvSizes) -> ConvSizes:

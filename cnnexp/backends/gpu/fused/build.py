@@ -44,6 +44,8 @@ def build(context: Context, network: Network, loss: Loss) -> list[FusedNode]:
                 node = nodes.Join(context, fork, made[-1])
             elif fused:
                 (node, used), trains = fused, True
+            elif isinstance(stage, net.FlattenStage):
+                node = nodes.View(context, stage, made[-1])
             elif isinstance(stage, net.DropoutStage):
                 node = nodes.PlainDropout(context, stage, made[-1], trains)
             else:
@@ -55,7 +57,7 @@ def build(context: Context, network: Network, loss: Loss) -> list[FusedNode]:
 
     add_all(network.stages, loss, False)
     if not isinstance(made[-1], nodes.FusedHead):
-        add(nodes.PlainLoss(context, loss, made[-1]), ())
+        add(nodes.PlainLoss(loss, made[-1]), ())
     return made
 
 
@@ -106,23 +108,18 @@ def _tiles(stage: net.PoolStage, P: int, Q: int) -> bool:
 
 
 def parts_of(node: FusedNode, stages: Sequence[Stage], before: FusedNode | None, gpu: Gpu) -> dict[str, Part]:
-    """Return the part of a step that each pass of a node is, but for a pass that launches no kernel.
-
-    The gather and the loss alone compute no stages.
-    """
+    """Return the part of a step that each pass of a node is, but for a pass that launches no kernel."""
     if isinstance(node, nodes.Gather):
         return {FORWARD: Part("gather", ("batch",), "gather")}
-    layers = tuple(stage.name for stage in stages if not isinstance(stage, net.FlattenStage))
+    kernel, layers = type(node).__name__, tuple(stage.name for stage in stages)
+    if isinstance(node, nodes.FusedHead | nodes.PlainLoss):
+        layers = (*layers, "loss")
     forward, backward, fewer = _multiply_adds(node, stages, before is not None and before.dy is not None)
     at_once = f"up to {gpu.multiprocessors} multiprocessors" if forward else ""
-    kernel = type(node).__name__
-    if not layers:
-        return {} if stages else {FORWARD: Part(FORWARD, ("loss",), kernel)}
-    loss = ("loss",) if isinstance(node, nodes.FusedHead) else ()  # in the kernel that makes the scores
     parts = {}
-    if not isinstance(node, nodes.Fork):
-        parts[FORWARD] = Part(FORWARD, (*layers, *loss), kernel, forward, at_once)
-    if not isinstance(node, nodes.FusedHead | nodes.Join) and node.dy is not None:
+    if type(node).forward is not FusedNode.forward:
+        parts[FORWARD] = Part(FORWARD, layers, kernel, forward, at_once)
+    if type(node).backward is not FusedNode.backward and node.dy is not None:
         parts[BACKWARD] = Part(BACKWARD, layers, kernel, backward, at_once, fewer)
     return parts
 

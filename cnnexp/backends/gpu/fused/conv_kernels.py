@@ -46,25 +46,20 @@ class ConvBlock:
         """Return the rows of the padded image under `rows` rows of pooled outputs."""
         return (rows * self.pool - 1) * self.sizes.stride + self.sizes.K
 
-    @property
-    def input_type(self) -> str:
-        return "u1[::1]" if self.from_bytes else "f4[::1]"
-
-
-def pixel_of(conv: ConvBlock) -> Any:
-    """Return `padded_pixel` of what the convolution reads."""
-    return padded_pixel(conv.sizes, fraction if conv.from_bytes else f32)
-
 
 @cache
-def first_of(conv: ConvBlock) -> Any:
-    """Return the device function (order, ahead, n): where the n-th image of the batch begins in what is read."""
+def reading(conv: ConvBlock) -> tuple[str, Any, Any]:
+    """Return the type of what the convolution reads, as in a signature, its `padded_pixel`, and a device function.
+
+    That returns for (order, ahead, n) where the n-th image of the batch begins.
+    """
     size, from_order = u32(conv.sizes.H * conv.sizes.W * conv.sizes.C), conv.from_order
 
     def first(order, ahead, n):
         return u32(image_at(order, ahead, n) * size) if from_order else u32(n * size)
 
-    return cuda.jit(device=True)(first)
+    kind, number = ("u1[::1]", fraction) if conv.from_bytes else ("f4[::1]", f32)
+    return kind, padded_pixel(conv.sizes, number), cuda.jit(device=True)(first)
 
 
 @cache
@@ -84,7 +79,7 @@ def conv2d(conv: ConvBlock, rows: int, filters: int) -> Kernel:
     x_seen, w_seen = u32(high * wide * C), u32(K * K * C * pitch)
     x_size, w_size = in_fours(int(x_seen)), in_fours(int(w_seen))
     cells, bias = u32(rows * conv.V), u32(K * K * C * F)
-    input_pixel, first_pixel, has_bias, relu = pixel_of(conv), first_of(conv), conv.has_bias, conv.relu
+    (kind, input_pixel, first_pixel), has_bias, relu = reading(conv), conv.has_bias, conv.relu
     window, totals, inactive = conv.pool**2, together * conv.pool**2, u32(conv.pool**2)
 
     def conv2d(x, order, ahead, w, y, argmax):
@@ -147,7 +142,7 @@ def conv2d(conv: ConvBlock, rows: int, filters: int) -> Kernel:
                     argmax[place] = np.uint8(where)
             cell = u32(cell + abreast)
 
-    return Kernel(conv2d, f"void({conv.input_type}, u4[::1], u4, f4[::1], f4[::1], u1[::1])", BLOCK)
+    return Kernel(conv2d, f"void({kind}, u4[::1], u4, f4[::1], f4[::1], u1[::1])", BLOCK)
 
 
 def filters_together(conv: ConvBlock, filters: int) -> int:
@@ -175,7 +170,7 @@ def conv2d_backward_weights(conv: ConvBlock, rows: int, pairs: int, slices: int)
     taps, sums, groups = conv.sizes.K**2, (conv.sizes.K**2 + 1) * BLOCK, u32(BLOCK // pairs)
     inactive, all_pairs, has_bias = u32(conv.pool**2), u32(C * F), conv.has_bias
     size = u32(taps * all_pairs + F * has_bias)
-    input_pixel, first_pixel = pixel_of(conv), first_of(conv)
+    kind, input_pixel, first_pixel = reading(conv)
 
     def conv2d_backward_weights(x, order, ahead, dy, argmax, partial, count):
         x_tile = cuda.shared.array(x_size, f32)
@@ -234,8 +229,7 @@ def conv2d_backward_weights(conv: ConvBlock, rows: int, pairs: int, slices: int)
                 partial[offset(offset(s, splits, row_group), size, offset(k, all_pairs, owner))] = value
             i = u32(i + block)
 
-    signature = f"void({conv.input_type}, u4[::1], u4, f4[::1], u1[::1], f4[::1], u4)"
-    return Kernel(conv2d_backward_weights, signature, BLOCK)
+    return Kernel(conv2d_backward_weights, f"void({kind}, u4[::1], u4, f4[::1], u1[::1], f4[::1], u4)", BLOCK)
 
 
 @cache

@@ -13,10 +13,11 @@ from functools import cache
 import numpy as np
 from numba import cuda
 
-from cnnexp.backends.gpu.kernels.index import ZERO, f32, offset, split, u32
-from cnnexp.backends.gpu.kernels.layers import mix, step_of
+from cnnexp.backends.gpu.kernels.index import ONE, ZERO, f32, offset, split, u32
+from cnnexp.backends.gpu.kernels.layers import loss_rule, mix, step_of
 from cnnexp.backends.gpu.kernels.sums import sum_every
 from cnnexp.backends.gpu.launch import Kernel, kernel
+from cnnexp.network.losses import Loss
 from cnnexp.optimizers import Optimizer
 
 BLOCK = 256  # threads
@@ -116,21 +117,20 @@ def skip_backward(large: tuple[int, int, int], small: tuple[int, int, int], stri
     return Kernel(skip_backward, "void(f4[::1], f4[::1], f4[::1], u4)", BLOCK)
 
 
-@kernel("void(i4[::1], u4[::1], u4, i4[::1], u4)")
-def gather_labels(labels, order, ahead, t, count):
-    """t[n] = label of image order[start + n], for a loss that is not fused."""
-    n = u32(cuda.grid(1))
-    if n < count:
-        t[n] = labels[image_at(order, ahead, n)]
+@cache
+def loss(kind: Loss, O: int) -> Kernel:  # noqa: E741
+    """As `layers.loss`, the mean of a batch; (loss, hit) of each image go to its place in the order."""
+    rule, O = loss_rule(kind, O), u32(O)  # noqa: E741
 
+    def loss(scores, labels, order, ahead, d_scores, outcomes, count):
+        n = u32(cuda.grid(1))
+        if n < count:
+            label, place = labels[image_at(order, ahead, n)], u32(order[0] + ahead + n)
+            first, end = offset(n, O, 0), offset(n, O, O)
+            value, hit = rule(scores[first:end], label, ONE / f32(count), d_scores[first:end])
+            outcomes[offset(place, 2, 0)], outcomes[offset(place, 2, 1)] = value, ONE if hit else ZERO
 
-@kernel("void(f4[::1], u1[::1], u4[::1], u4, f4[::1], u4)")
-def keep_losses(batch_losses, batch_hits, order, ahead, outcomes, count):
-    """Put a batch's losses and hits in their places, for a loss that is not fused."""
-    n = u32(cuda.grid(1))
-    if n < count:
-        place = u32(order[0] + ahead + n)
-        outcomes[offset(place, 2, 0)], outcomes[offset(place, 2, 1)] = batch_losses[n], f32(batch_hits[n])
+    return Kernel(loss, "void(f4[::1], i4[::1], u4[::1], u4, f4[::1], f4[::1], u4)", BLOCK)
 
 
 @cache

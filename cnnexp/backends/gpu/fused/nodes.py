@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from cnnexp import network as net
 from cnnexp.backends.gpu import device
 from cnnexp.backends.gpu.device import Gpu, Tensor
 from cnnexp.backends.gpu.fused import conv_kernels, kernels, linear_kernels, product_kernels
@@ -22,17 +23,6 @@ from cnnexp.backends.gpu.kernels.index import ConvSizes, f32, u32
 from cnnexp.backends.gpu.shared import SharedOps
 from cnnexp.backends.parts import Part
 from cnnexp.backends.stages import Run, backward_stage, forward_stage
-from cnnexp.network import (
-    ConvStage,
-    DropoutStage,
-    FlattenStage,
-    LinearStage,
-    NormStage,
-    Parameter,
-    ReLU,
-    ResidualStage,
-    Stage,
-)
 from cnnexp.network.losses import Loss
 from cnnexp.network.noise import threshold
 
@@ -76,14 +66,14 @@ class GradientArena:
         self.memory: Tensor | None = None  # allocated when all is given out
         self._size = parameter_count
 
-    def take(self, stage: ConvStage | LinearStage, parts: int) -> Partials:
+    def take(self, stage: net.ConvStage | net.LinearStage, parts: int) -> Partials:
         """Return room for `parts` partial gradients of a layer's weights and biases."""
         found = Partials(*extent(stage), self._size, parts)
         self._size += parts * found.size
         self.partials.append(found)
         return found
 
-    def take_whole(self, parameter: Parameter) -> None:
+    def take_whole(self, parameter: net.Parameter) -> None:
         """Let a layer that is not fused write the whole gradient, at the parameter's own offset."""
         self.partials.append(Partials(parameter.offset, parameter.size, parameter.offset, 1))
 
@@ -94,7 +84,7 @@ class GradientArena:
             given.memory = self.memory[given.base : given.base + given.parts * given.size]
 
 
-def extent(stage: ConvStage | LinearStage) -> tuple[int, int]:
+def extent(stage: net.ConvStage | net.LinearStage) -> tuple[int, int]:
     """Return (offset, size) of a layer's weights and biases in the flat buffer, where the biases come next."""
     return stage.weight.offset, stage.weight.size + (stage.bias.size if stage.bias else 0)
 
@@ -111,7 +101,7 @@ class Context:
     ops: SharedOps  # the kernels of layers that are not fused
     draws: tuple[str, ...]  # names of the layers that draw random numbers
 
-    def view(self, stage: ConvStage | LinearStage) -> Tensor:
+    def view(self, stage: net.ConvStage | net.LinearStage) -> Tensor:
         """Return a layer's weights and biases, in the flat buffer."""
         offset, size = extent(stage)
         return self.parameters[offset : offset + size]
@@ -137,10 +127,10 @@ class FusedNode:
         self.dy = device.empty((context.batch_size, *shape), np.float32)
 
     def forward(self, step: BatchStep) -> None:
-        raise NotImplementedError
+        """Do nothing: the outputs are another node's, perhaps in another shape."""
 
     def backward(self, step: BatchStep) -> None:
-        """Do nothing: `forward` has made all gradients that there are."""
+        """Do nothing: all gradients that there are have been made."""
 
 
 class Gather(FusedNode):
@@ -148,11 +138,10 @@ class Gather(FusedNode):
 
     def __init__(self, context: Context, shape: tuple[int, ...]) -> None:
         self.y = device.empty((context.batch_size, *shape), np.float32)
-        self._kernels = {is_bytes: kernels.gather(math.prod(shape), is_bytes) for is_bytes in (False, True)}
         self._size = math.prod(shape)
 
     def forward(self, step: BatchStep) -> None:
-        kernel = self._kernels[step.split.is_bytes]
+        kernel = kernels.gather(self._size, step.split.is_bytes)
         kernel.over(step.count * self._size, step.stream, step.split.images, *step.place, self.y)
 
 
@@ -168,7 +157,7 @@ class ConvPlan:
     input_rows: int  # of a block, for the gradient of the input; 0 if none fits
 
 
-def conv_block(stage: ConvStage, pool: int, relu: bool, from_order: bool) -> ConvBlock:
+def conv_block(stage: net.ConvStage, pool: int, relu: bool, from_order: bool) -> ConvBlock:
     (H, W, C), (P, Q, F), window = stage.input_shape, stage.output_shape, stage.window
     P, Q = P // pool * pool, Q // pool * pool  # what no window sees is not made
     sizes = ConvSizes(H, W, C, window.size, F, window.stride, window.top, window.left, P, Q)
@@ -210,7 +199,7 @@ class FusedConv(FusedNode):
     """Convolution, max-pool and ReLU in one kernel, and their gradients in two; it reads the data set if first."""
 
     def __init__(
-        self, context: Context, stage: ConvStage, conv: ConvBlock, plan: ConvPlan, before: FusedNode | None
+        self, context: Context, stage: net.ConvStage, conv: ConvBlock, plan: ConvPlan, before: FusedNode | None
     ) -> None:
         self._before = before
         self._allocate(context, (conv.U, conv.V, conv.sizes.F))
@@ -247,17 +236,15 @@ class FusedConv(FusedNode):
 class ProductConv(FusedNode):
     """A convolution of many channels, and the ReLU after it, each pass a product of matrices: see `product_kernels`."""
 
-    def __init__(self, context: Context, stage: ConvStage, relu: bool, before: FusedNode) -> None:
+    def __init__(self, context: Context, stage: net.ConvStage, relu: bool, before: FusedNode) -> None:
         self._before, self._w = before, context.view(stage)
         self._allocate(context, stage.output_shape)
         conv, enough = conv_block(stage, 1, relu, False), 2 * context.gpu.multiprocessors
         sizes, bias = conv.sizes, conv.has_bias
         self._pixels = sizes.H * sizes.W, sizes.P * sizes.Q
         of_x, of_y = (context.batch_size * pixels for pixels in self._pixels)
-        self._y_tile, self._x_tile = (
-            product_kernels.tile_of(of_y, sizes.F, enough),
-            product_kernels.tile_of(of_x, sizes.C, enough),
-        )
+        self._y_tile = product_kernels.tile_of(of_y, sizes.F, enough)
+        self._x_tile = product_kernels.tile_of(of_x, sizes.C, enough)
         self._forward = product_kernels.forward(sizes, bias, relu, self._y_tile)
         self._input = product_kernels.backward_input(sizes, relu, self._x_tile)
         self._depths = sizes.K**2 * sizes.C, sizes.K**2 * sizes.F
@@ -288,7 +275,7 @@ class ProductConv(FusedNode):
 class FusedLinear(FusedNode):
     """A linear layer and the ReLU after it."""
 
-    def __init__(self, context: Context, stage: LinearStage, relu: bool, before: FusedNode) -> None:
+    def __init__(self, context: Context, stage: net.LinearStage, relu: bool, before: FusedNode) -> None:
         D, O = stage.weight.shape  # noqa: E741
         self._before = before
         self._allocate(context, (O,))
@@ -318,7 +305,7 @@ class FusedLinear(FusedNode):
 class FusedHead(FusedNode):
     """The last linear layer with softmax and cross entropy: forward makes the gradients too, so backward is empty."""
 
-    def __init__(self, context: Context, stage: LinearStage, before: FusedNode) -> None:
+    def __init__(self, context: Context, stage: net.LinearStage, before: FusedNode) -> None:
         D, O = stage.weight.shape  # noqa: E741
         self._before, self._w = before, context.view(stage)
         self.y = device.empty((context.batch_size, O), np.float32)
@@ -336,45 +323,41 @@ class FusedHead(FusedNode):
 class PlainLoss(FusedNode):
     """A loss that is not fused with the layer before it."""
 
-    def __init__(self, context: Context, loss: Loss, before: FusedNode) -> None:
-        self._ops, self._loss, self._before, self.y = context.ops, loss, before, before.y
-        self._labels = device.empty((context.batch_size,), np.int32)
-        self._losses = device.empty((context.batch_size,), np.float32)
-        self._hits = device.empty((context.batch_size,), np.uint8)
+    def __init__(self, loss: Loss, before: FusedNode) -> None:
+        self._before, self.y, self._kernel = before, before.y, kernels.loss(loss, before.y.shape[1])
 
     def forward(self, step: BatchStep) -> None:
-        count, split = step.count, step.split
-        kernels.gather_labels(BLOCK).over(count, step.stream, split.labels, *step.place, self._labels)
-        self._ops.stream = step.stream
-        assert self._before.dy is not None  # as of every layer
-        scores, d_scores = self._before.y[:count], self._before.dy[:count]
-        self._ops.loss(self._loss, scores, self._labels, 1.0 / count, d_scores, self._losses, self._hits)
-        kernels.keep_losses(BLOCK).over(count, step.stream, self._losses, self._hits, *step.place, split.outcomes)
+        arrays = self.y, step.split.labels, *step.place, self._before.dy, step.split.outcomes
+        self._kernel.over(step.count, step.stream, *arrays)
+
+
+class View(FusedNode):
+    """A Flatten: its arrays are those of the node before it, seen in another shape."""
+
+    def __init__(self, context: Context, stage: net.FlattenStage, before: FusedNode) -> None:
+        shape = (context.batch_size, *stage.output_shape)
+        self.y, self.dy = before.y.reshape(shape), before.dy and before.dy.reshape(shape)
 
 
 class PlainLayer(FusedNode):
     """A layer with no fused kernel: `gpu-shared`'s; it has a use for gradients if it or one before it `trains`."""
 
-    def __init__(self, context: Context, stage: Stage, before: FusedNode, trains: bool) -> None:
+    def __init__(self, context: Context, stage: net.Stage, before: FusedNode, trains: bool) -> None:
         self._stage, self._before, self._context = stage, before, context
         for parameter in stage.parameters:
             context.arena.take_whole(parameter)
-        shape = (context.batch_size, *stage.output_shape)
-        if isinstance(stage, FlattenStage):
-            self.y, self.dy = before.y.reshape(shape), before.dy and before.dy.reshape(shape)
-        else:
-            self._allocate(context, stage.output_shape)
-            self.dy = self.dy if trains else None
+        self._allocate(context, stage.output_shape)
+        self.dy = self.dy if trains else None
         self._saved = context.ops.saved(stage, context.batch_size)
 
     def forward(self, step: BatchStep) -> None:
-        if not isinstance(self._stage, FlattenStage):
-            x, y = _of_batch(step.count, self._before.y, self.y)
-            forward_stage(self._ops(step), self._stage, self._run(step), x, y, self._saved)
+        x, y = self._before.y[: step.count], self.y[: step.count]
+        forward_stage(self._ops(step), self._stage, self._run(step), x, y, self._saved)
 
     def backward(self, step: BatchStep) -> None:
-        if self.dy is not None and not isinstance(self._stage, FlattenStage):
-            x, y, dy, dx = _of_batch(step.count, self._before.y, self.y, self.dy, self._before.dy)
+        if self.dy is not None:
+            x, y, dy = (array[: step.count] for array in (self._before.y, self.y, self.dy))
+            dx = self._before.dy and self._before.dy[: step.count]
             backward_stage(self._ops(step), self._stage, self._run(step), x, y, dy, self._saved, dx)
 
     def _ops(self, step: BatchStep) -> SharedOps:
@@ -389,7 +372,7 @@ class PlainLayer(FusedNode):
 class NormReLU(PlainLayer):
     """A BatchNorm2d and the ReLU after it."""
 
-    def __init__(self, context: Context, stage: NormStage, before: FusedNode) -> None:
+    def __init__(self, context: Context, stage: net.NormStage, before: FusedNode) -> None:
         super().__init__(context, stage, before, trains=True)
         self._saved = replace(self._saved, relu=self.y)
 
@@ -397,13 +380,13 @@ class NormReLU(PlainLayer):
         super().forward(step)
         if not step.trains:
             y = self.y[: step.count]
-            self._ops(step).elementwise(ReLU(), y, y)
+            self._ops(step).elementwise(net.ReLU(), y, y)
 
 
 class PlainDropout(PlainLayer):
     """A Dropout; in `predict` it drops nothing."""
 
-    def __init__(self, context: Context, stage: DropoutStage, before: FusedNode, trains: bool) -> None:
+    def __init__(self, context: Context, stage: net.DropoutStage, before: FusedNode, trains: bool) -> None:
         super().__init__(context, stage, before, trains)
         self._rate, self._which = stage.layer.rate, u32(context.draws.index(stage.name))
         self._kernel = kernels.dropout(math.prod(stage.output_shape), context.batch_size, len(context.draws))
@@ -425,15 +408,12 @@ class PlainDropout(PlainLayer):
 class Fork(FusedNode):
     """Where a Residual begins: its layers read what it reads, and backward the way past them adds to their gradient."""
 
-    def __init__(self, stage: ResidualStage, before: FusedNode) -> None:
+    def __init__(self, stage: net.ResidualStage, before: FusedNode) -> None:
         self.y, self.dy = before.y, before.dy
         large, small = ((1,) * (3 - len(shape)) + shape for shape in (stage.input_shape, stage.output_shape))
         self.sizes = large, small, stage.window.stride if stage.window else 1
         self._kernel = kernels.skip_backward(*self.sizes)
         self.end: Join | None = None
-
-    def forward(self, step: BatchStep) -> None:
-        """Do nothing: its output is its input."""
 
     def backward(self, step: BatchStep) -> None:
         if self.dy is not None and self.end is not None:
@@ -458,8 +438,3 @@ class Join(FusedNode):
     def forward(self, step: BatchStep) -> None:
         arrays = self._fork.y, self._before.y, self.y
         self._kernel.over(self.y[: step.count].size, step.stream, *arrays)
-
-
-def _of_batch(count: int, *arrays: Tensor | None) -> list[Tensor | None]:
-    """Return the first `count` images of each array."""
-    return [None if array is None else array[:count] for array in arrays]

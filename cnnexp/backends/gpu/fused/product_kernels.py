@@ -224,12 +224,8 @@ def _product(
     """
     row_of, place_of, left_at = map(device_function, (left.of_side, left.of_depth, left.at))
     column_of, depth_of, right_at = map(device_function, (right.of_side, right.of_depth, right.at))
-    columns_, across, step, finished = (
-        u32(columns),
-        u32(-(-columns // tile.columns)),
-        u32(STEP),
-        device_function(finished),
-    )
+    columns_, across, step = u32(columns), u32(-(-columns // tile.columns)), u32(STEP)
+    finished = device_function(finished)
     a_loads, b_loads = -(-tile.rows // left.abreast), -(-tile.columns // right.abreast)
     a_deep, a_side, b_deep, b_side = left.deep, left.side, right.deep, right.side
     a_lanes, b_lanes, a_abreast, b_abreast = (u32(v) for v in (left.lanes, right.lanes, left.abreast, right.abreast))

@@ -47,7 +47,7 @@ class DeviceSplit:
     rates: Tensor  # (rate, c0, c1) of every step to come, float32
     outcomes: Tensor  # (loss, hit) by place in `order`
     sums: Tensor  # of `BLOCK` outcomes each; all that goes back to the host
-    graphs: dict[int, Any] = field(default_factory=dict)  # by number of steps
+    graphs: dict[int, Any] = field(default_factory=dict)  # by number of steps, most first
     predictions: dict[int, tuple[Tensor, Any]] = field(default_factory=dict)  # scores, and what fills them, by images
 
     @property
@@ -86,8 +86,7 @@ class FusedProgram(FlatProgram[Tensor, Any]):
     def _make(self) -> None:
         self._nothing = device.empty((1,), np.float32)
         self._arena = GradientArena(self.network.parameter_count)
-        drawing = (stage.name for stage in walk(self.network.stages) if isinstance(stage, DropoutStage))
-        self._draws = tuple(drawing)
+        self._draws = tuple(stage.name for stage in walk(self.network.stages) if isinstance(stage, DropoutStage))
         flat = self._parameters, self._running, self._arena
         context = Context(self.gpu, self.batch_size, *flat, self._ops, self._draws)
         self._nodes = build(context, self.network, self.loss)
@@ -152,7 +151,7 @@ class FusedProgram(FlatProgram[Tensor, Any]):
                 part = places[start : start + most]
                 first, steps = totals.count // self.batch_size, -(-len(part) // self.batch_size)
                 shown = order[totals.count : totals.count + len(part)]
-                totals += self._train(split, part, shown, rates[first : first + steps], self._graphs is not None)
+                totals += self._train(split, part, shown, rates[first : first + steps])
         return totals
 
     @in_scope
@@ -205,27 +204,25 @@ class FusedProgram(FlatProgram[Tensor, Any]):
         labels, order = np.zeros(self.batch_size, np.int32), np.arange(self.batch_size)
         for images in (zeros, zeros.astype(np.float32)):
             split = self._load(images, labels, captures=False)
-            self._train(split, order, order, np.zeros(1), graphs=False)
+            self._train(split, order, order, np.zeros(1))  # kernel by kernel
             scores = device.empty((len(split), *self.network.output_shape), np.float32)
             self._enqueue_scores(split, scores, self._stream)
             kernels.advance(1).launch(1, self._stream, split.order, u32(0))
             self._capture(split)
-            self._train(split, order, order, np.zeros(1), self._graphs is not None)
+            self._train(split, order, order, np.zeros(1))
             self.predict(split)
         self.restore({"parameters": np.zeros(self.network.parameter_count, np.float32)})
         self._images = 0
         if self._clocks:
             self._clocks.reset()
 
-    def _train(
-        self, split: DeviceSplit, order: np.ndarray, shown: np.ndarray, rates: np.ndarray, graphs: bool
-    ) -> Totals:
+    def _train(self, split: DeviceSplit, order: np.ndarray, shown: np.ndarray, rates: np.ndarray) -> Totals:
         """Train on at most as many images as the split's buffers hold; `shown` are their places in the data set."""
         batch, count, steps = self.batch_size, len(order), len(rates)
         numbers = [(rate, *self.optimizer.constants(self._step + 1 + i)) for i, rate in enumerate(rates)]
         device.copy(np.array(numbers, np.float32).reshape(-1), split.rates)
         self._send(split, order, shown)
-        base = self._launch_graphs(split, count // batch) if graphs else 0
+        base = self._launch_graphs(split, count // batch)
         for start in range(base, count, batch):
             clocked = start // batch % EVERY == 0 and count - start >= batch
             self._enqueue(self._stream, split, start - base, min(batch, count - start), clocked)
@@ -242,13 +239,13 @@ class FusedProgram(FlatProgram[Tensor, Any]):
                 split.graphs[size] = self._graphs.capture(partial(self._enqueue_steps, split, size))
 
     def _launch_graphs(self, split: DeviceSplit, steps: int) -> int:
-        """Launch graphs for `steps` whole steps; return where the cursor is after them."""
+        """Launch graphs, if there are any, for `steps` whole steps; return where the cursor is after them."""
         left = steps
-        for size in GRAPH_STEPS:
+        for size, graph in split.graphs.items():
             for _ in range(left // size):
-                split.graphs[size].launch(self._stream)
+                graph.launch(self._stream)
             left %= size
-        return steps * self.batch_size
+        return (steps - left) * self.batch_size
 
     def _enqueue_steps(self, split: DeviceSplit, steps: int, stream: Any) -> None:
         """Enqueue whole steps from the cursor on, then move it past them."""

@@ -171,10 +171,15 @@ def pool_backward(sizes: ConvSizes, block: int, maximum: bool) -> Kernel:
     return Kernel(pool_backward, f"void({'i4' if maximum else 'f4'}[::1], f4[::1], f4[::1], u4)", block)
 
 
+def loss_rule(kind: Loss, O: int) -> Any:  # noqa: E741
+    """Return the device function (scores, label, scale, d_scores): an image's loss and whether it is a hit."""
+    return device_function(kind.rule(O, MATHS.exp, LOG, LOG1P))
+
+
 @cache
 def loss(kind: Loss, O: int, block: int) -> Kernel:  # noqa: E741
     """The rule of a loss: one thread per image."""
-    rule, O = device_function(kind.rule(O, MATHS.exp, LOG, LOG1P)), u32(O)  # noqa: E741
+    rule, O = loss_rule(kind, O), u32(O)  # noqa: E741
 
     def loss(scores, labels, scale, d_scores, losses, hits, count):
         n = u32(cuda.grid(1))

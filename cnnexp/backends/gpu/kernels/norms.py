@@ -11,36 +11,30 @@ from functools import cache
 from numba import cuda
 
 from cnnexp.backends.gpu.kernels.index import ONE, ZERO, f32, offset, split, u32
-from cnnexp.backends.gpu.kernels.sums import AT_ONCE, OWNERS, THREADS, Columns, block_sum, place_in, sum_every, sum_of
+from cnnexp.backends.gpu.kernels.sums import AT_ONCE, OWNERS, THREADS, block_sum, slice_of, sum_every, sum_of
 from cnnexp.backends.gpu.launch import Kernel
 from cnnexp.network import BatchNorm2d
 
 
-def _square(given, place):
+@sum_of
+def sum_squares(given, place):
     x, mean = given
     return (x[place] - mean) * (x[place] - mean)
-
-
-_sum_squares = sum_of(_square)
 
 
 @cache
 def moments(channels: int) -> Kernel:
     """partial[s, 0] and [s, 1] = the mean of each channel over slice s of the rows, and the sum of squares about it."""
-    cut = Columns(channels, 1)
-    C, wide, lanes, place = u32(channels), u32(cut.wide), u32(cut.lanes), place_in(channels)
+    place, C, wide, lanes = slice_of(channels)
 
     def moments(x, partial, rows, deep):
         shared = cuda.shared.array(THREADS, f32)
         t = u32(cuda.threadIdx.x)
-        s, lane, c, works = place(t, cuda.blockIdx.x)
-        first = u32(s * deep)
-        stop = u32(min(rows, u32(first + deep)))
-        total = sum_every(x, c, C, u32(first + lane), stop, lanes) if works else ZERO
-        mean = block_sum(shared, t, total, wide, lanes) / f32(u32(stop - first))
-        total = _sum_squares((x, mean), c, C, u32(first + lane), stop, lanes) if works else ZERO
-        squares = block_sum(shared, t, total, wide, lanes)
-        if works and lane == u32(0):
+        s, c, row, stop, writes = place(t, rows, deep)
+        total = block_sum(shared, t, sum_every(x, c, C, row, stop, lanes), wide, lanes)
+        mean = total / f32(u32(stop - s * deep))
+        squares = block_sum(shared, t, sum_squares((x, mean), c, C, row, stop, lanes), wide, lanes)
+        if writes:
             partial[offset(s, 2, 0, C, c)], partial[offset(s, 2, 1, C, c)] = mean, squares
 
     return Kernel(moments, "void(f4[::1], f4[::1], u4, u4)", THREADS)
@@ -55,16 +49,16 @@ def statistics(layer: BatchNorm2d, channels: int) -> Kernel:
     C, owners, parts = u32(channels), u32(OWNERS), u32(THREADS // OWNERS)
     epsilon, momentum = f32(layer.epsilon), f32(layer.momentum)
 
-    def mean_of(given, s):
+    @sum_of
+    def sum_means(given, s):
         partial, c, rows, deep = given
         return partial[offset(s, 2, 0, C, c)] * f32(min(deep, u32(rows - s * deep)))
 
-    def squares_of(given, s):
+    @sum_of
+    def sum_about(given, s):
         partial, c, rows, deep, m = given
         apart = partial[offset(s, 2, 0, C, c)] - m
         return partial[offset(s, 2, 1, C, c)] + apart * apart * f32(min(deep, u32(rows - s * deep)))
-
-    sum_means, sum_about = sum_of(mean_of), sum_of(squares_of)
 
     def statistics(partial, mean, inverse, running_mean, running_variance, rows, deep):
         shared = cuda.shared.array(THREADS, f32)
@@ -106,17 +100,13 @@ def backward_sums(channels: int, relu: bool) -> Kernel:
 
     Of dy counts what a ReLU after the layer lets through; `half` is in numbers.
     """
-    cut = Columns(channels, 1)
-    C, wide, lanes, place = u32(channels), u32(cut.wide), u32(cut.lanes), place_in(channels)
+    place, C, wide, lanes = slice_of(channels)
 
     def backward_sums(x, mean, inverse, y, dy, partial, half, rows, deep):
         shared = cuda.shared.array(THREADS, f32)
         t = u32(cuda.threadIdx.x)
-        s, lane, c, works = place(t, cuda.blockIdx.x)
-        first = u32(s * deep)
-        stop = u32(min(rows, u32(first + deep)))
-        row = u32(first + lane) if works else stop
-        m, factor = (mean[c], inverse[c]) if works else (ZERO, ZERO)
+        s, c, row, stop, writes = place(t, rows, deep)
+        m, factor = (mean[c], inverse[c]) if row < stop else (ZERO, ZERO)
         of_n, of_dy = ZERO, ZERO
         while row < stop:
             for ahead in range(AT_ONCE):  # so many loads before the first is waited for
@@ -129,7 +119,7 @@ def backward_sums(channels: int, relu: bool) -> Kernel:
             row = u32(row + u32(AT_ONCE) * lanes)
         of_n = block_sum(shared, t, of_n, wide, lanes)
         of_dy = block_sum(shared, t, of_dy, wide, lanes)
-        if works and lane == u32(0):
+        if writes:
             partial[offset(s, C, c)], partial[u32(half + offset(s, C, c))] = of_n, of_dy
 
     return Kernel(backward_sums, f"void({'f4[::1], ' * 6}u4, u4, u4)", THREADS)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+import numpy as np
 from numba import cuda
 
 from cnnexp.backends.gpu.kernels.index import ZERO, f32, offset, split, u32
@@ -19,7 +20,7 @@ THREADS = 256  # of a block
 OWNERS = 8  # sums of a block in `sum_slices`: a sector of memory
 BLOCKS = 4  # of a multiprocessor
 AT_ONCE = 4  # loads that a thread begins before it adds up
-SIDE = 16  # of a tile of a matrix product
+SIDE = 16  # of a tile of a matrix product: THREADS elements
 
 
 def tiles(rows: int, columns: int) -> int:
@@ -87,6 +88,7 @@ class Columns:
     """How blocks make sums of columns, each over a slice of the rows: of THREADS columns at most."""
 
     columns: int
+    rows: int
     deep: int  # rows of a slice, but for the last
 
     @property
@@ -102,30 +104,41 @@ class Columns:
     def groups(self) -> int:
         return -(-self.columns // self.wide)
 
-    def slices(self, rows: int) -> int:
-        return -(-rows // self.deep)
+    @property
+    def slices(self) -> int:
+        return -(-self.rows // self.deep)
+
+    @property
+    def blocks(self) -> int:
+        return self.groups * self.slices
 
 
 def columns_of(multiprocessors: int, rows: int, columns: int) -> Columns:
     """Return how to cut sums of columns so that all multiprocessors have blocks."""
-    one = Columns(columns, rows)
+    one = Columns(columns, rows, rows)
     slices = min(-(-BLOCKS * multiprocessors // one.groups), -(-rows // (AT_ONCE * one.lanes)))
-    return Columns(columns, -(-rows // max(slices, 1)))
+    return Columns(columns, rows, -(-rows // max(slices, 1)))
 
 
 @cache
-def place_in(columns: int) -> Any:
-    """Return the device function (t, block): a thread's slice, lane and column, and whether it has such a column."""
-    cut = Columns(columns, 1)
-    wide, groups, lanes, C = u32(cut.wide), u32(cut.groups), u32(cut.lanes), u32(columns)
+def slice_of(columns: int) -> tuple[Any, np.uint32, np.uint32, np.uint32]:
+    """Return a device function, the columns, those of a block, and how many lanes of threads add up each.
 
-    def place(t, block):
-        s, group = split(block, groups)
+    The function (t, rows, deep) returns a thread's slice and column, the first of its rows and the end of the slice,
+    and whether it writes the sum; a thread without a column has no rows.
+    """
+    cut = Columns(columns, 1, 1)
+    C, wide, groups, lanes = u32(columns), u32(cut.wide), u32(cut.groups), u32(cut.lanes)
+
+    def place(t, rows, deep):
+        s, group = split(cuda.blockIdx.x, groups)
         lane, own = split(t, wide)
-        c = offset(group, wide, own)
-        return s, lane, c, lane < lanes and c < C
+        c, first = offset(group, wide, own), u32(s * deep)
+        stop = u32(min(rows, u32(first + deep)))
+        works = lane < lanes and c < C
+        return s, c, u32(first + lane) if works else stop, stop, works and lane == u32(0)
 
-    return cuda.jit(device=True)(place)
+    return cuda.jit(device=True)(place), C, wide, lanes
 
 
 @cuda.jit(device=True)
@@ -143,18 +156,14 @@ def block_sum(shared, t, value, wide, lanes):
 @cache
 def column_sums(columns: int) -> Kernel:
     """partial[s, c] = the sum of column c of dy over slice s, of `deep` rows."""
-    cut = Columns(columns, 1)
-    C, wide, lanes, place = u32(columns), u32(cut.wide), u32(cut.lanes), place_in(columns)
+    place, C, wide, lanes = slice_of(columns)
 
     def column_sums(dy, partial, rows, deep):
         shared = cuda.shared.array(THREADS, f32)
         t = u32(cuda.threadIdx.x)
-        s, lane, c, works = place(t, cuda.blockIdx.x)
-        first = u32(s * deep)
-        stop = u32(min(rows, u32(first + deep)))
-        value = sum_every(dy, c, C, u32(first + lane), stop, lanes) if works else ZERO
-        value = block_sum(shared, t, value, wide, lanes)
-        if works and lane == u32(0):
+        s, c, row, stop, writes = place(t, rows, deep)
+        value = block_sum(shared, t, sum_every(dy, c, C, row, stop, lanes), wide, lanes)
+        if writes:
             partial[offset(s, C, c)] = value
 
     return Kernel(column_sums, "void(f4[::1], f4[::1], u4, u4)", THREADS)
@@ -164,53 +173,40 @@ def column_sums(columns: int) -> Kernel:
 def matmul(left_transposed: bool, right_transposed: bool, has_bias: bool) -> Kernel:
     """out[part] (rows, columns) = left @ right (+ bias), over `deep` products of each part, a multiple of SIDE.
 
-    A block makes a square of elements from operands staged in shared memory square by square. left is (rows, depth), or
-    (depth, rows) if transposed; right (depth, columns), or (columns, depth).
+    A block makes a square of elements, a thread one, from operands staged in shared memory square by square. left is
+    (rows, depth), or (depth, rows) if transposed; right (depth, columns), or (columns, depth).
     """
-    side, threads, pitch = u32(SIDE), u32(THREADS), u32(SIDE + 1)
+    side, pitch = u32(SIDE), u32(SIDE + 1)
     size = SIDE * (SIDE + 1)  # one word more per row: columns fall into different banks
-    owned = SIDE**2 // THREADS  # elements of a thread
-    elements = u32(SIDE**2)
 
     def matmul(left, right, bias, out, rows, columns, depth, deep):
         a_tile = cuda.shared.array(size, f32)
         b_tile = cuda.shared.array(size, f32)
-        t = u32(cuda.threadIdx.x)
+        high, low = split(u32(cuda.threadIdx.x), side)
         down, across = u32((rows + side - 1) // side), u32((columns + side - 1) // side)
         part, tile_row, tile_column = split(cuda.blockIdx.x, down, across)
         r0, c0 = u32(tile_row * side), u32(tile_column * side)
-        total = cuda.local.array(owned, f32)
-        for j in range(owned):
-            total[j] = ZERO
-        k0 = u32(part * deep)
+        total, k0 = ZERO, u32(part * deep)
         stop = u32(min(depth, u32(k0 + deep)))
         while k0 < stop:
             # stage a square of each operand: neighbours in a warp read neighbours in memory, however it is stored
-            i = t
-            while i < elements:
-                high, low = split(i, side)
-                r, k = (u32(r0 + low), u32(k0 + high)) if left_transposed else (u32(r0 + high), u32(k0 + low))
-                place = offset(k, rows, r) if left_transposed else offset(r, depth, k)
-                value = left[place] if r < rows and k < stop else ZERO
-                a_tile[offset(low, pitch, high) if left_transposed else offset(high, pitch, low)] = value
-                c, k = (u32(c0 + high), u32(k0 + low)) if right_transposed else (u32(c0 + low), u32(k0 + high))
-                place = offset(c, depth, k) if right_transposed else offset(k, columns, c)
-                value = right[place] if c < columns and k < stop else ZERO
-                b_tile[offset(low, pitch, high) if right_transposed else offset(high, pitch, low)] = value
-                i = u32(i + threads)
+            r, k = (u32(r0 + low), u32(k0 + high)) if left_transposed else (u32(r0 + high), u32(k0 + low))
+            place = offset(k, rows, r) if left_transposed else offset(r, depth, k)
+            value = left[place] if r < rows and k < stop else ZERO
+            a_tile[offset(low, pitch, high) if left_transposed else offset(high, pitch, low)] = value
+            c, k = (u32(c0 + high), u32(k0 + low)) if right_transposed else (u32(c0 + low), u32(k0 + high))
+            place = offset(c, depth, k) if right_transposed else offset(k, columns, c)
+            value = right[place] if c < columns and k < stop else ZERO
+            b_tile[offset(low, pitch, high) if right_transposed else offset(high, pitch, low)] = value
             cuda.syncthreads()
             # multiply them
-            for j in range(owned):
-                row, column = split(offset(j, threads, t), side)
-                for s in range(side):
-                    total[j] += a_tile[offset(row, pitch, s)] * b_tile[column + offset(s, pitch, 0)]
+            for s in range(side):
+                total += a_tile[offset(high, pitch, s)] * b_tile[low + offset(s, pitch, 0)]
             cuda.syncthreads()
             k0 = u32(k0 + side)
         # write the part's sums
-        for j in range(owned):
-            row, column = split(offset(j, threads, t), side)
-            r, c = u32(r0 + row), u32(c0 + column)
-            if r < rows and c < columns:
-                out[offset(part, rows, r, columns, c)] = total[j] + bias[c] if has_bias else total[j]
+        r, c = u32(r0 + high), u32(c0 + low)
+        if r < rows and c < columns:
+            out[offset(part, rows, r, columns, c)] = total + bias[c] if has_bias else total
 
     return Kernel(matmul, "void(f4[::1], f4[::1], f4[::1], f4[::1], u4, u4, u4, u4)", THREADS)
