@@ -10,8 +10,7 @@ modulo the stride is the same are seen by the same taps: each such phase is a co
 and no zeros are put between the gradients.
 
 Gain: many channels, or few images. By it rather than `lanes` for the first convolution, LeNet-5 at batch 1 takes
-172,267 cycles an image for 275,424, Keras's MNIST convnet 535,821 for 1,039,797 (`python -m benchmarks.kernels
---algorithms`, Zen 3, AVX2).
+172,267 cycles for 275,424, Keras's MNIST convnet 535,821 for 1,039,797.
 """
 
 from __future__ import annotations

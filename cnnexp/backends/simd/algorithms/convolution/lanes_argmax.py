@@ -4,8 +4,7 @@ For one filter the weights of a whole patch, and as many sums of their gradient,
 `lanes` images: the input to rows; the events of every image and filter, in lists; the events one by one; dx back to
 lanes.
 
-Gain: few channels before a max-pool. For the second convolution of `two_conv_pool4` 21,522 cycles an image for all
-kernels, 25,330 by `lanes` (`python -m benchmarks.kernels --algorithms`, Zen 3, AVX2).
+Gain: few channels before a max-pool. For the second convolution of `two_conv_pool4` 21,522 cycles, 25,330 by `lanes`.
 """
 
 from __future__ import annotations
