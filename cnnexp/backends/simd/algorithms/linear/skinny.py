@@ -113,8 +113,8 @@ class Skinny(Dense):
                 terms = k.transpose(rows)
                 while len(terms) > 1:
                     terms = [k.add(a, b) for a, b in zip(terms[::2], terms[1::2], strict=True)]
-                value = k.add(terms[0], k.load(bias + first)) if bias else terms[0]
-                k.store(k.rectify(value) if self.rectify else value, self.y.stored(k, n) + first)
+                value = k.finish(terms[0], k.load(bias + first) if bias else None, self.rectify)
+                k.store(value, self.y.stored(k, n) + first)
 
     def backward(self, plan: Layout) -> Kernels:
         kernels = super().backward(plan)
