@@ -34,16 +34,14 @@ class LanesArgmax(Lanes):
 
     def fits(self, target: Target) -> bool:
         """Whether a filter's weights and their gradients fit the registers."""
-        layer, channels = self.stage.layer, self.stage.input_shape[2]
-        return 2 * layer.kernel * len(run_vectors(layer.kernel * channels, target.lanes)) + 2 <= target.registers
+        return 2 * self.stage.layer.kernel * len(run_vectors(self.run, target.lanes)) + 2 <= target.registers
 
     def work(self, target: Target, images: int, needs_dx: bool) -> dict[str, Work]:
         (height, width, channels), filters = self.stage.input_shape, self.stage.layer.filters
         kernel, cells = self.stage.layer.kernel, math.prod(self.shape[:2])
         moved = transposition(2 * height * width * channels, target).cycles
-        run, vectors = kernel * channels, kernel * len(run_vectors(kernel * channels, target.lanes))
-        held = 8 * height * width * channels
-        following = events(cells, self.window, filters, kernel, run, 1, held, target)
+        vectors, held = kernel * len(run_vectors(self.run, target.lanes)), 8 * height * width * channels
+        following = events(cells, self.window, filters, kernel, self.run, 1, held, target)
         packing = 6 * kernel**2 * channels * filters / images
         backward = Work(following.macs, following.cycles + moved + packing, f"{vectors} vectors of a filter")
         return {"forward": self.forward_work(target), "backward": backward}
