@@ -104,7 +104,7 @@ class BatchNormNode(Node[Tensor, Tensor]):
                     if self.window:
                         values = [value for value, _ in block.maxima(values)]
                     for value, y, valid in zip(values, pixels.places(self.y), block.valid, strict=False):
-                        k.store_part(k.rectify(value) if self.rectify else value, y, valid)
+                        k.store_part(k.finish(value, rectify=self.rectify), y, valid)
 
         return [*([] if alone else [("statistics", self._statistics)]), ("forward", run)]
 

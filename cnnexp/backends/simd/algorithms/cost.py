@@ -128,26 +128,6 @@ def lane_sums(pixels: int, filters: int, counts: int, outputs: int, terms: int, 
     return Work(float(counts * pixels * outputs * terms), cycles, f"{pixels} pixels x {filters} filters")
 
 
-def lane_gradient(
-    tile: tuple[int, int], rows: int, outputs: int, pixels: int, images: int, moved: float, held: float, target: Target
-) -> Work:
-    """Return the work of the weights' gradient with the batch in the lanes: a tile of taps x filters, along pixels.
-
-    Args:
-        rows: weights of a filter. pixels: of the output. images: of a tile, over which lanes are added up once.
-        moved: floats of an image that pieces of rows bring to L1, again and again; held: counted once.
-    """
-    cycles = sum(
-        times_r * times_f * max(high * wide / MACS, (high + wide) / LOADS, 4)
-        for _, high, times_r in chunks(rows, tile[0])
-        for _, wide, times_f in chunks(outputs, tile[1])
-    )
-    cycles *= 1.15 * pixels / target.lanes
-    cycles += rows * outputs * (2 * math.log2(target.lanes) + 3) / images
-    cycles += bring(moved, 4 * held * target.lanes, target)
-    return Work(float(rows * outputs * pixels), cycles, f"{tile[0]} taps x {tile[1]} filters")
-
-
 def events(
     cells: int, window: int, outputs: int, runs: int, run: int, visits: int, held: float, target: Target
 ) -> Work:
@@ -158,22 +138,12 @@ def events(
         visits: how often an event is taken up, for a part of its patch each time. held: bytes of x and dx between that.
     """
     vectors = runs * -(-run // target.lanes)
-    listing = _listing(cells, window, outputs, target)
+    listed = listing(cells, window, outputs, target)
     late = 2 * bring(target.lanes, held, target) if held > target.l1_bytes else 0.0
     following = RELU_DENSITY * cells * outputs * ((1.5 + ROW_STALL_FRACTION * late) * vectors + 4.5 * visits)
-    return Work(2.0 * cells * outputs * runs * run, listing + following, f"{-(-vectors // visits)} vectors of a filter")
+    return Work(2.0 * cells * outputs * runs * run, listed + following, f"{-(-vectors // visits)} vectors of a filter")
 
 
-def pair_events(cells: int, window: int, outputs: int, vectors: int, taps: int, target: Target) -> float:
-    """Return the cycles to follow the argmax through two convolutions.
-
-    Args:
-        cells, window, outputs: as `events`. vectors: of a patch. taps: of the first convolution.
-    """
-    each = vectors * ((2 * taps + 3) / MACS + 1) + 4.5
-    return _listing(cells, window, outputs, target) + RELU_DENSITY * cells * outputs * each
-
-
-def _listing(cells: int, window: int, outputs: int, target: Target) -> float:
+def listing(cells: int, window: int, outputs: int, target: Target) -> float:
     """Return the cycles to list the events."""
     return cells * outputs / target.lanes * (2 * math.log2(target.lanes) + 3 * window + 8)

@@ -54,14 +54,14 @@ class Split(Node[Tensor, Tensor]):
             return k.add(k.load(places[0]), value)
 
         if end.step:
-            _each_nth(
-                k, [(dx, end.step), (end.dy, 1), *((y, 1) for y in past), (dx, end.step)], (0, self.shape[2]), add
-            )
+            tensors = [(dx, end.step), (end.dy, 1), *((y, 1) for y in past), (dx, end.step)]
+            _each_nth(k, tensors, (0, self.shape[2]), add)
             if self.input_rectified:
                 copy_gradient(k, self.x, dx, dx)
             return
         before = [self.x] if self.input_rectified else []
-        _each(k, (dx, end.dy, *past, *before, dx), lambda p: k.finish(add(p), positive=p[-1] if before else None))
+        for (*places, place), valid in vectors(k, dx, end.dy, *past, *before, dx):
+            k.store_part(k.finish(add(places), positive=places[-1] if before else None), place, valid)
 
 
 class Sum(Node[Tensor, Tensor]):
@@ -95,11 +95,11 @@ class Sum(Node[Tensor, Tensor]):
 
     def emit_forward(self, k: Emitter, plan: Layout) -> None:
         def add(places: list[Pointer]) -> ir.Value:
-            value = k.add(k.load(places[0]), k.load(places[1])) if len(places) > 1 else k.load(places[0])
-            return k.rectify(value) if self.rectify else value
+            return k.finish(k.load(places[0]), k.load(places[1]) if len(places) > 1 else None, self.rectify)
 
         if not self.step:
-            _each(k, (self.x, self.split.x, self.y), add)
+            for (*places, place), valid in vectors(k, self.x, self.split.x, self.y):
+                k.store_part(add(places), place, valid)
             return
         x, y, channels = (self.x, 1), (self.y, 1), self.split.shape[2]
         _each_nth(k, (x, (self.split.x, self.step), y), (0, channels), add)
@@ -113,14 +113,11 @@ class Sum(Node[Tensor, Tensor]):
         copy_gradient(k, self.y if self.rectifies_dy else None, self.dy, self.needed_dx)
 
 
-def _each(k: Emitter, tensors: Sequence[Tensor], function: Function) -> None:
-    """Fill the last tensor with function(addresses in the others), vector by vector."""
-    for (*places, place), valid in vectors(k, *tensors):
-        k.store_part(function(places), place, valid)
-
-
 def _each_nth(k: Emitter, tensors: Sequence[tuple[Tensor, int]], channels: tuple[int, int], function: Function) -> None:
-    """As `_each`, of `channels`, the first and how many, and of every n-th row and column of each (tensor, n)."""
+    """Fill the last tensor with function(addresses in the others), vector by vector.
+
+    Of each (tensor, n) every n-th row and column counts, and of `channels` so many from the first on.
+    """
     (first, count), lanes = channels, tensors[0][0].lanes
     rows, columns, _ = next(tensor.shape for tensor, step in tensors if step == 1)
     with k.loop(k.groups(lanes)) as n, k.loop(rows) as p, k.loop(columns) as q:

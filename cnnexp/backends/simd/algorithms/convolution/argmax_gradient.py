@@ -183,7 +183,11 @@ def _cell(
     if lists.rectify:
         value = k.where_positive(k.load(images[1].at(at[1]).at(c, k.lanes)), value)
     code = k.load_bytes(images[2].at(at[2]).at(c, k.lanes // 4))
-    shift = lists.windows.shift(k, code, lists.stride * lists.x.row, lists.stride * lists.x.column)
+    # from a window's first pixel to the one of the code; the division by S is exact up to the largest window there is
+    size, down, right = lists.windows.size, lists.stride * lists.x.row, lists.stride * lists.x.column
+    row = k.builder.lshr(k.builder.mul(code, k.integers(-(-256 // size))), k.integers(8))
+    along = k.builder.mul(code, k.integers(right))
+    shift = k.builder.add(along, k.builder.mul(row, k.integers(down - size * right)))
     return value, k.builder.add(shift, k.spread(k.load_int(entry + 3)))
 
 

@@ -20,6 +20,9 @@ from cnnexp.network import ConvStage, PoolStage
 
 Pixels = TypeVar("Pixels", Blocked, NHWC)
 
+LEAST_OUTSIDE = 1 / 8
+"""Part of the rows that kernels read for which leaving them out pays: bounds known at run time cost some 5 %."""
+
 
 @dataclass(frozen=True)
 class Windows:
@@ -32,16 +35,6 @@ class Windows:
     size: int
     stride: int
     argmax: Tensor
-
-    def shift(self, k: Emitter, code: ir.Value, down: int, right: int) -> ir.Value:
-        """Return how far a window's pixel lies from its first one, if so many floats lie between rows and columns.
-
-        Args:
-            code: row * S + column, lane by lane. Its division by S is exact up to the largest window that there is.
-        """
-        row = k.builder.lshr(k.builder.mul(code, k.integers(-(-256 // self.size))), k.integers(8))
-        along = k.builder.mul(code, k.integers(right))
-        return k.builder.add(along, k.builder.mul(row, k.integers(down - self.size * right)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,31 +61,26 @@ class Geometry(Generic[Pixels]):
         """Return the address where the first window starts."""
         return self.x.stored(k, n) + (self.origin[0] * self.x.row + self.origin[1] * self.x.column)
 
+    def rows_inside(
+        self, k: Emitter, kernel: int, row: ir.Value, stride: int, count: int, reach: int = 0
+    ) -> tuple[ir.Value, ir.Value]:
+        """Return the first row of a kernel that sees the image, and the end of those; the others see zeros around it.
 
-LEAST_OUTSIDE = 1 / 8
-"""Part of the rows that kernels read for which leaving them out pays: bounds known at run time cost some 5 %."""
+        A 5 x 5 kernel's gradient on 10 x 10 outputs has two rows of seven less to read, LeNet-5's step 6 %.
 
-
-def rows_inside(
-    k: Emitter, image: Tensor, kernel: int, row: ir.Value, steps: tuple[int, int, int], reach: int = 0
-) -> tuple[ir.Value, ir.Value]:
-    """Return the first row of a kernel that sees the image, and the end of those; the others see zeros around it.
-
-    A 5 x 5 kernel's gradient on 10 x 10 outputs has two rows of seven less to read, LeNet-5's step 6 %.
-
-    Args:
-        row: of the output. steps: the stored row where the kernel lies for row 0, from there to the next, how many.
-        reach: rows from this kernel to that of the last pixel that is computed along.
-    """
-    origin, stride, count = steps
-    top, bottom = image.halo.top, image.halo.top + (image.shape[0] - 1) * image.halo.step + 1
-    outside = sum(not top <= origin + r * stride + i < bottom for r in range(count) for i in range(kernel))
-    if outside < LEAST_OUTSIDE * count * kernel:
-        return INDEX(0), INDEX(kernel)
-    first = k.scaled(row, stride, origin)
-    low, high = k.builder.sub(INDEX(top - reach), first), k.builder.sub(INDEX(bottom), first)
-    high = k.least(high, INDEX(kernel))
-    return k.builder.select(k.builder.icmp_signed(">", low, INDEX(0)), low, INDEX(0)), high
+        Args:
+            row: of the output. stride: stored rows from one of its `count` rows to the next.
+            reach: rows from this kernel to that of the last pixel that is computed along.
+        """
+        halo, origin = self.x.halo, self.origin[0]
+        top, bottom = halo.top, halo.top + (self.x.shape[0] - 1) * halo.step + 1
+        outside = sum(not top <= origin + r * stride + i < bottom for r in range(count) for i in range(kernel))
+        if outside < LEAST_OUTSIDE * count * kernel:
+            return INDEX(0), INDEX(kernel)
+        first = k.scaled(row, stride, origin)
+        low, high = k.builder.sub(INDEX(top - reach), first), k.builder.sub(INDEX(bottom), first)
+        high = k.least(high, INDEX(kernel))
+        return k.builder.select(k.builder.icmp_signed(">", low, INDEX(0)), low, INDEX(0)), high
 
 
 @dataclass(frozen=True)

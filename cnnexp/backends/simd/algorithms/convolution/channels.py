@@ -10,8 +10,7 @@ modulo the stride is the same are seen by the same taps: each such phase is a co
 and no zeros are put between the gradients.
 
 Gain: many channels, or few images. By it rather than `lanes` for the first convolution, LeNet-5 at batch 1 takes
-172,267 cycles an image for 275,424, Keras's MNIST convnet 535,821 for 1,039,797 (`python -m benchmarks.kernels
---algorithms`, Zen 3, AVX2).
+172,267 cycles for 275,424, Keras's MNIST convnet 535,821 for 1,039,797.
 """
 
 from __future__ import annotations
@@ -23,14 +22,7 @@ from dataclasses import dataclass
 
 from llvmlite import ir
 
-from cnnexp.backends.simd.algorithms.convolution.base import (
-    ConvolutionNode,
-    Geometry,
-    Phase,
-    Windows,
-    rows_inside,
-    seen_by,
-)
+from cnnexp.backends.simd.algorithms.convolution.base import ConvolutionNode, Geometry, Phase, Windows, seen_by
 from cnnexp.backends.simd.algorithms.cost import Work, passes, product_gradient, product_sums
 from cnnexp.backends.simd.algorithms.linear.product import Panel, Panels, Steps, add_products, choose_tile, most_height
 from cnnexp.backends.simd.compiler.emit import INDEX, Emitter, Pointer, Target
@@ -57,8 +49,7 @@ class Channels(ConvolutionNode[NHWC]):
 
     def work(self, target: Target, images: int, needs_dx: bool) -> dict[str, Work]:
         (height, width, channels), (rows, columns, filters) = self.stage.input_shape, self.stage.output_shape
-        layer, cells, window = self.stage.layer, math.prod(self.shape[:2]), self.window
-        kernel, run = layer.kernel, layer.kernel * channels
+        kernel, run, cells, window = self.stage.layer.kernel, self.run, math.prod(self.shape[:2]), self.window
         wide = panel_width((self.shape[0], self.shape[1]), window, filters, target)
         read = 4 * (height * width * channels + rows * columns * filters)
         found = {
@@ -85,13 +76,11 @@ class Channels(ConvolutionNode[NHWC]):
 
     def prepare_backward(self, plan: Layout) -> None:
         super().prepare_backward(plan)
-        if self.dx:
-            self._prepare_phases(self.d, self.dx, plan)
-
-    def _prepare_phases(self, d: NHWC, dx: NHWC, plan: Layout) -> None:
-        """List the phases of dx: rows, columns, the sum, and where in the room for all weights its own lie."""
-        size, positive, target = 0, self.x if self.input_rectified else None, plan.target
-        channels, filters, self.phases = dx.shape[2], d.shape[2], list[tuple[Phase, Phase, Sum, int]]()
+        d, dx, target, positive = self.d, self.dx, plan.target, self.x if self.input_rectified else None
+        if not dx:
+            return
+        # the phases of dx: rows, columns, the sum, and where in the room for all weights its own lie
+        size, channels, filters, self.phases = 0, dx.shape[2], d.shape[2], list[tuple[Phase, Phase, Sum, int]]()
         for rows, columns in itertools.product(seen_by(self.stage, 0), seen_by(self.stage, 1)):
             taps, counts = (len(rows.taps), len(columns.taps)), (rows.count, columns.count)
             width = panel_width(counts, 1, channels, target)
@@ -122,16 +111,79 @@ class Channels(ConvolutionNode[NHWC]):
         self.conv2d(k, self.sum, *plan.parameters.of(self.stage, k.parameters))
 
     def conv2d(self, k: Emitter, conv: Sum, weights: Pointer, bias: Pointer | None) -> None:
-        conv2d(k, conv, weights, bias)
+        """Fill conv.y (and the argmax)."""
+        x, panels = conv.x, conv.panels
+        size, cell = (conv.windows.size, conv.windows.stride) if conv.windows else (1, 1)
+        rows, columns, _ = choose_tile(conv.counts, size * size, -(-panels.outputs // k.lanes), k.target.registers)
+        taps, run = conv.kernel[0], conv.kernel[1] * x.shape[2]
+        with k.loop(k.count) as n:
+            # an image, a panel of filters, a tile of cells
+            source = conv.corner(k, n)
+            for panel in panels.each(k):
+                for u, height, v, width in k.tiles((conv.counts[0], rows), (conv.counts[1], columns), conv.parts):
+                    # the rows of the kernel that some window of the tile has in the image
+                    reach = ((height - 1) * cell + size - 1) * conv.stride
+                    low, high = conv.rows_inside(k, taps, u, cell * conv.stride, conv.counts[0], reach)
+                    steps = Steps(k.builder.sub(high, low), run, (x.row, 1), (run * panel.unit, panel.unit))
+                    # every pixel of the tile's cells, as the place of its window
+                    cells = list(itertools.product(range(height), range(width)))
+                    places = [
+                        ((a * cell + i) * x.row + (b * cell + j) * x.column) * conv.stride
+                        for (a, b), i, j in itertools.product(cells, range(size), range(size))
+                    ]
+                    # the sums
+                    totals = [k.variables(panel.width) for _ in places]
+                    at = source.at(u, cell * conv.stride * x.row).at(v, cell * conv.stride * x.column).at(low, x.row)
+                    add_products(k, totals, at, places, panel.at(weights).at(low, run * panel.unit), steps)
+                    # each cell: its maximum, bias and ReLU
+                    values = [[total.get() for total in row] for row in totals]
+                    for number, (a, b) in enumerate(cells):
+                        window = values[number * size * size : (number + 1) * size * size]
+                        cell_at = k.builder.add(u, INDEX(a)), k.builder.add(v, INDEX(b))
+                        conv.finish(k, window, bias, panel, (n, *cell_at))
 
     def backward_weights(self, k: Emitter, plan: Layout) -> None:
         dw, db = plan.parameters.of(self.stage, k.gradients)
         self.conv2d_backward_weights(k, dw)
         if db is not None:
-            conv2d_backward_bias(k, self.sum.panels, self.d, db)
+            self._backward_bias(k, db)
 
     def conv2d_backward_weights(self, k: Emitter, dw: Pointer) -> None:
-        conv2d_backward_weights(k, self.sum, self.d, dw)
+        """dw[r, f] += sum over pixels of x * d, packed as the weights.
+
+        By pieces of x and d that stay in L1 while all tiles of dw go over them: some images, or some rows of one. Fewer
+        rows than give a tile `LEAST_TERMS` terms are not worth loading and storing its sums.
+        """
+        conv, d, x, panels, run = self.sum, self.d, self.x, self.sum.panels, self.run
+        rows, columns, _ = d.shape
+        held = k.target.l1_bytes * CACHED_PART[0] // CACHED_PART[1]
+        block, most_rows = 1, max(held // (4 * (conv.stride * x.row + d.row)), -(-LEAST_TERMS // columns))
+        if most_rows >= rows:
+            block, most_rows = max(1, held // (4 * (x.stride + d.stride))), rows
+        for first, last in k.blocks(block):
+            for p, piece in k.chunks(rows, most_rows):
+                steps = Steps(piece, columns, (conv.stride * x.row, conv.stride * x.column), (d.row, d.column))
+                # tiles of dw: some rows of a kernel row's run, a panel of filters
+                for panel in panels.each(k):
+                    most = most_height(panel.width, k.target.registers)
+                    for i, _, r, height in k.tiles((conv.kernel[0], 1), (run, most)):
+                        target = panel.at(dw).at(i, run * panel.unit).at(r, panel.unit)
+                        # the piece's part of the sums
+                        places = k.grid(target, height, panel.unit, panel.width)
+                        with k.sums(places) as totals, k.loop(last, start=first) as n:
+                            corner = conv.corner(k, n).at(p, conv.stride * x.row).at(i, x.row).at(r)
+                            gradient = panel.outputs(d.pixel(k, n, p, INDEX(0)))
+                            add_products(k, totals, corner, range(height), gradient, steps, panel.valid)
+
+    def _backward_bias(self, k: Emitter, db: Pointer) -> None:
+        """db += the sum of d over pixels."""
+        d, (rows, columns, _) = self.d, self.d.shape
+        for panel in self.sum.panels.each(k):
+            places = k.grid(panel.outputs(db), 1, 0, panel.width)
+            with k.sums(places) as [totals], k.loop(k.count) as n, k.loop(rows) as p, k.loop(columns) as q:
+                at = panel.outputs(d.pixel(k, n, p, q))
+                for v, (total, valid) in enumerate(zip(totals, panel.valid, strict=True)):
+                    k.increase(total, k.load_part(at + v * k.lanes, valid))
 
     def backward_input(self, k: Emitter, plan: Layout) -> None:
         weights, _ = plan.parameters.of(self.stage, k.parameters)
@@ -141,7 +193,7 @@ class Channels(ConvolutionNode[NHWC]):
                 self._transpose_weights(k, (rows, columns), weights, conv.panels, packed)
                 self.conv2d(k, conv, packed, None)
             else:
-                _clear(k, conv)
+                conv.clear(k)
 
     def _transpose_weights(
         self, k: Emitter, phases: tuple[Phase, Phase], weights: Pointer, target: Panels, packed: Pointer
@@ -186,129 +238,38 @@ class Sum(Geometry[NHWC]):
     step: int = 1
     parts: int = 1
 
+    def finish(
+        self, k: Emitter, window: list[list[ir.Value]], bias: Pointer | None, panel: Panel, place: Sequence[ir.Value]
+    ) -> None:
+        """Store one pixel, or the maximum of a window and where it was, at the place (n, u, v)."""
+        n, u, v = place
+        target = panel.outputs(self.pixel(k, self.y, place))
+        for vector, valid in enumerate(panel.valid):
+            value, at = window[0][vector], vector * k.lanes
+            # the maximum of the window, and which pixel it was
+            if self.windows:
+                value, where = k.first_maximum([(row[vector], k.integers(code)) for code, row in enumerate(window)])
+                code = self.windows.argmax.pixel(k, n, u, v).at(panel.vector, k.lanes // 4)
+                k.store_bytes(where, code + vector * (k.lanes // 4))
+            # what follows the sum, and no lane past the last filter
+            added = None if bias is None else k.load(panel.outputs(bias) + at)
+            positive = panel.outputs(self.pixel(k, self.positive, place)) + at if self.positive else None
+            k.store_part(k.finish(value, added, self.rectify, positive), target + at, valid)
+
+    def clear(self, k: Emitter) -> None:
+        """Fill what no window sees with zeros."""
+        with k.loop(k.count) as n, k.loop(self.counts[0]) as u, k.loop(self.counts[1]) as v:
+            place = self.pixel(k, self.y, (n, u, v))
+            for f, valid in k.vectors(self.y.shape[2]):
+                k.store_part(k.zero(), place.at(f, k.lanes), valid)
+
+    def pixel(self, k: Emitter, image: NHWC, place: Sequence[ir.Value]) -> Pointer:
+        """Return the address in an image of y's shape of the pixel that the sum at (n, u, v) makes."""
+        n, *at = place
+        row, column = (k.scaled(i, self.step, first) for i, first in zip(at, self.first, strict=True))
+        return image.pixel(k, n, row, column)
+
 
 def panel_width(counts: tuple[int, int], pixels: int, filters: int, target: Target) -> int:
     """Return the vectors of a panel of weights that serves (U, V) cells of so many pixels best."""
     return choose_tile(counts, pixels, -(-filters // target.lanes), target.registers)[2]
-
-
-def conv2d(k: Emitter, conv: Sum, weights: Pointer, bias: Pointer | None) -> None:
-    """Fill conv.y (and the argmax)."""
-    x, panels = conv.x, conv.panels
-    size, cell = (conv.windows.size, conv.windows.stride) if conv.windows else (1, 1)
-    rows, columns, _ = choose_tile(conv.counts, size * size, -(-panels.outputs // k.lanes), k.target.registers)
-    taps, run = conv.kernel[0], conv.kernel[1] * x.shape[2]
-    on = (conv.origin[0], cell * conv.stride, conv.counts[0])
-    with k.loop(k.count) as n:
-        # an image, a panel of filters, a tile of cells
-        source = conv.corner(k, n)
-        for panel in panels.each(k):
-            for u, height, v, width in k.tiles((conv.counts[0], rows), (conv.counts[1], columns), conv.parts):
-                # the rows of the kernel that some window of the tile has in the image
-                reach = ((height - 1) * cell + size - 1) * conv.stride
-                low, high = rows_inside(k, x, taps, u, on, reach)
-                steps = Steps(k.builder.sub(high, low), run, (x.row, 1), (run * panel.unit, panel.unit))
-                # every pixel of the tile's cells, as the place of its window
-                cells = list(itertools.product(range(height), range(width)))
-                places = [
-                    ((a * cell + i) * x.row + (b * cell + j) * x.column) * conv.stride
-                    for (a, b), i, j in itertools.product(cells, range(size), range(size))
-                ]
-                # the sums
-                totals = [k.variables(panel.width) for _ in places]
-                at = source.at(u, cell * conv.stride * x.row).at(v, cell * conv.stride * x.column).at(low, x.row)
-                add_products(k, totals, at, places, panel.at(weights).at(low, run * panel.unit), steps)
-                # each cell: its maximum, bias and ReLU
-                values = [[total.get() for total in row] for row in totals]
-                for number, (a, b) in enumerate(cells):
-                    window = values[number * size * size : (number + 1) * size * size]
-                    cell_at = k.builder.add(u, INDEX(a)), k.builder.add(v, INDEX(b))
-                    finish(k, conv, window, bias, panel, (n, *cell_at))
-
-
-def finish(
-    k: Emitter, conv: Sum, window: list[list[ir.Value]], bias: Pointer | None, panel: Panel, place: Sequence[ir.Value]
-) -> None:
-    """Store one pixel, or the maximum of a window and where it was, at the place (n, u, v)."""
-    n, u, v = place
-    target = panel.outputs(_pixel(k, conv, n, u, v))
-    for vector, valid in enumerate(panel.valid):
-        value, at = window[0][vector], vector * k.lanes
-        # the maximum of the window, and which pixel it was
-        if conv.windows:
-            value, where = k.first_maximum([(row[vector], k.integers(code)) for code, row in enumerate(window)])
-            code = conv.windows.argmax.pixel(k, n, u, v).at(panel.vector, k.lanes // 4)
-            k.store_bytes(where, code + vector * (k.lanes // 4))
-        # what follows the sum, and no lane past the last filter
-        added = None if bias is None else k.load(panel.outputs(bias) + at)
-        positive = panel.outputs(_pixel(k, conv, n, u, v, conv.positive)) + at if conv.positive else None
-        k.store_part(k.finish(value, added, conv.rectify, positive), target + at, valid)
-
-
-def pieces(conv: Sum, d: NHWC, cache: int) -> tuple[int, int]:
-    """Return the images and the rows of d that a weight gradient goes over at once: what L1 holds.
-
-    Fewer rows than give a tile `LEAST_TERMS` terms are not worth loading and storing its sums.
-
-    Args:
-        cache: bytes.
-    """
-    rows, columns, _ = d.shape
-    held = cache * CACHED_PART[0] // CACHED_PART[1]
-    most = max(held // (4 * (conv.stride * conv.x.row + d.row)), -(-LEAST_TERMS // columns))
-    return (max(1, held // (4 * (conv.x.stride + d.stride))), rows) if most >= rows else (1, most)
-
-
-def conv2d_backward_weights(k: Emitter, conv: Sum, d: NHWC, dw: Pointer) -> None:
-    """dw[r, f] += sum over pixels of x * d, packed as the weights.
-
-    By pieces of x and d that stay in L1 while all tiles of dw go over them.
-
-    Args:
-        conv: the forward geometry; its y is not used. d: gradient of the convolution's output (P, Q, F).
-    """
-    x, panels = conv.x, conv.panels
-    rows, columns, _ = d.shape
-    run = conv.kernel[1] * x.shape[2]
-    block, most_rows = pieces(conv, d, k.target.l1_bytes)
-    # pieces: some images, and of them some rows of d
-    for first, last in k.blocks(block):
-        for p, piece in k.chunks(rows, most_rows):
-            steps = Steps(piece, columns, (conv.stride * x.row, conv.stride * x.column), (d.row, d.column))
-            # tiles of dw: some rows of a kernel row's run, a panel of filters
-            for panel in panels.each(k):
-                most = most_height(panel.width, k.target.registers)
-                for i, _, r, height in k.tiles((conv.kernel[0], 1), (run, most)):
-                    target = panel.at(dw).at(i, run * panel.unit).at(r, panel.unit)
-                    # the piece's part of the sums
-                    places = k.grid(target, height, panel.unit, panel.width)
-                    with k.sums(places) as totals, k.loop(last, start=first) as n:
-                        corner = conv.corner(k, n).at(p, conv.stride * x.row).at(i, x.row).at(r)
-                        gradient = panel.outputs(d.pixel(k, n, p, INDEX(0)))
-                        add_products(k, totals, corner, range(height), gradient, steps, panel.valid)
-
-
-def conv2d_backward_bias(k: Emitter, panels: Panels, d: NHWC, db: Pointer) -> None:
-    """db += the sum of d over pixels."""
-    rows, columns, _ = d.shape
-    for panel in panels.each(k):
-        places = k.grid(panel.outputs(db), 1, 0, panel.width)
-        with k.sums(places) as [totals], k.loop(k.count) as n, k.loop(rows) as p, k.loop(columns) as q:
-            at = panel.outputs(d.pixel(k, n, p, q))
-            for v, (total, valid) in enumerate(zip(totals, panel.valid, strict=True)):
-                k.increase(total, k.load_part(at + v * k.lanes, valid))
-
-
-def _clear(k: Emitter, conv: Sum) -> None:
-    """Fill what no window sees with zeros."""
-    filters = conv.y.shape[2]
-    with k.loop(k.count) as n, k.loop(conv.counts[0]) as u, k.loop(conv.counts[1]) as v:
-        place = _pixel(k, conv, n, u, v)
-        for f, valid in k.vectors(filters):
-            k.store_part(k.zero(), place.at(f, k.lanes), valid)
-
-
-def _pixel(k: Emitter, conv: Sum, n: ir.Value, u: ir.Value, v: ir.Value, image: NHWC | None = None) -> Pointer:
-    """Return the address of the pixel (u, v) that a sum writes, or of the same pixel of another image."""
-    row, column = (k.scaled(i, conv.step, first) for i, first in zip((u, v), conv.first, strict=True))
-    return (image or conv.y).pixel(k, n, row, column)

@@ -5,8 +5,8 @@ block of cells go by; the block's part of x and dx stays in L1. For each image: 
 list for every filter; for each part of the runs and each filter the events one by one; then dx from where it was added
 up, which has x's halo.
 
-Gain: many channels before a max-pool. For the second convolution of `two_conv_mlp` 151,215 cycles an image for all
-kernels, 270,689 by `channels` (`python -m benchmarks.kernels --algorithms`, Zen 3, AVX2).
+Gain: many channels before a max-pool. For the second convolution of `two_conv_mlp` 151,215 cycles, 270,689 by
+`channels`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class ChannelsArgmax(Channels):
     """Channels in lanes; gradients through the argmax of the max-pool after it alone.
 
     Attributes:
-        events: of a block of cells.
+        block: cells of one. events: of those. row: floats from one packed kernel row to the next.
         dx_sums: where in the arena dx is added up, an image as x.
         packed, gradients: likewise the weights', [kernel row][filter][K * C, rounded up].
     """
@@ -42,11 +42,9 @@ class ChannelsArgmax(Channels):
 
     def work(self, target: Target, images: int, needs_dx: bool) -> dict[str, Work]:
         (height, width, channels), filters = self.stage.input_shape, self.stage.layer.filters
-        layer, cells = self.stage.layer, math.prod(self.shape[:2])
-        kernel, run = layer.kernel, layer.kernel * channels
-        vectors = -(-run // target.lanes)
-        parts = -(-vectors // most_vectors(target.registers))
-        cell_rows = -(-block_cells(target.lanes) // self.shape[1])
+        layer, cells, kernel, run = self.stage.layer, math.prod(self.shape[:2]), self.stage.layer.kernel, self.run
+        parts = -(-run // (target.lanes * most_vectors(target.registers)))
+        cell_rows = -(-max(BLOCK, target.lanes) // self.shape[1])
         step = self.pool.window.stride * layer.stride if self.pool else 1
         reach = min(height, cell_rows * step + kernel)
         held = 8 * reach * width * channels
@@ -59,26 +57,23 @@ class ChannelsArgmax(Channels):
     def prepare_backward(self, plan: Layout) -> None:
         arena, lanes, conv, windows = plan.arena, plan.arena.lanes, self.sum, self.windows
         assert windows is not None
-        (rows, columns), size = conv.counts, block_cells(lanes)
+        (rows, columns), size = conv.counts, max(BLOCK, lanes)
+        self.block, self.row = size, round_up(self.run, lanes)
         blocks = np.split(np.arange(rows * columns), range(size, rows * columns, size))
         order = spread_out(blocks, 1 + -(-conv.kernel[1] // (windows.stride * conv.stride)))
         self.events = EventLists(arena, self, windows, conv.x, conv.stride, order, size)
-        packed = conv.kernel[0] * round_up(conv.panels.outputs, lanes) * self._row(lanes)
+        packed = conv.kernel[0] * round_up(conv.panels.outputs, lanes) * self.row
         self.dx_sums = arena.allocate(conv.x.stride)
         self.packed, self.gradients = arena.allocate(packed), arena.allocate(packed)
-
-    def _row(self, lanes: int) -> int:
-        """Floats from one packed kernel row to the next."""
-        return round_up(self.run, lanes)
 
     def emit_backward(self, k: Emitter, plan: Layout) -> None:
         """dw, db += the gradient, packed as the weights; dx = the gradient."""
         (weights, _), (dw, db) = (plan.parameters.of(self.stage, at) for at in (k.parameters, k.gradients))
-        conv, cells, size = self.sum, self.sum.counts[0] * self.sum.counts[1], block_cells(k.lanes)
+        conv, cells, size = self.sum, self.sum.counts[0] * self.sum.counts[1], self.block
         sums, gradients = k.arena + self.dx_sums, k.arena + self.gradients
         self._turn(k, weights, k.arena + self.packed, back=False)
         filters = round_up(conv.panels.outputs, k.lanes)
-        k.clear(gradients, conv.kernel[0] * filters * self._row(k.lanes) // k.lanes)
+        k.clear(gradients, conv.kernel[0] * filters * self.row // k.lanes)
         with k.loop(k.count) as n:
             k.clear(sums, conv.x.stride // k.lanes)
             with k.loop(cells // size) as b:
@@ -94,7 +89,7 @@ class ChannelsArgmax(Channels):
 
     def _follow(self, k: Emitter, n: ir.Value) -> None:
         """Run the listed events: part of the runs by part, filter by filter."""
-        row, conv, filters = self._row(k.lanes), self.sum, self.sum.panels.outputs
+        row, conv, filters = self.row, self.sum, self.sum.panels.outputs
         x, sums = conv.x.stored(k, n), k.arena + self.dx_sums
         # a part of a kernel row that the registers hold, and a filter
         for first, width, times in chunks(row // k.lanes, most_vectors(k.target.registers)):
@@ -112,7 +107,7 @@ class ChannelsArgmax(Channels):
 
     def _turn(self, k: Emitter, panelled: Pointer, packed: Pointer, back: bool) -> None:
         """packed[i, f, j] = panelled[(i, j), f], what rounds up a run 0; or, back, add the former to the latter."""
-        panels, run, row = self.sum.panels, self.run, self._row(k.lanes)
+        panels, run, row = self.sum.panels, self.run, self.row
         # a panel of filters, a kernel row of it, blocks of lanes x lanes, transposed there or back
         for panel in panels.each(k):
             unit = panel.unit
@@ -132,10 +127,6 @@ class ChannelsArgmax(Channels):
                             rows = [k.load(lines + j * unit) if j < valid else k.zero() for j in range(k.lanes)]
                             for f, value in enumerate(k.transpose(rows)):
                                 k.store(value, turned + f * row)
-
-
-def block_cells(lanes: int) -> int:
-    return max(BLOCK, lanes)
 
 
 def most_vectors(registers: int) -> int:

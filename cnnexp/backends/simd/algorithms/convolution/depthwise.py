@@ -17,12 +17,10 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Self
 
-from llvmlite import ir
-
-from cnnexp.backends.simd.algorithms.convolution.base import ConvolutionNode, Phase, seen_by
+from cnnexp.backends.simd.algorithms.convolution.base import ConvolutionNode, Geometry, Phase, seen_by
 from cnnexp.backends.simd.algorithms.cost import Work, bring, passes
 from cnnexp.backends.simd.algorithms.node import Section
 from cnnexp.backends.simd.compiler.emit import INDEX, Emitter, Pointer, Target, chunks
@@ -68,29 +66,49 @@ class Depthwise(ConvolutionNode[NHWC]):
         plan.parameters.place_plain(self.stage.bias)
 
     def emit_forward(self, k: Emitter, plan: Layout) -> None:
-        weights, bias = plan.parameters.of(self.stage, k.parameters)
-
-        def finish(value: ir.Value, channel: ir.Value, _: Place) -> ir.Value:
-            return k.finish(value, None if bias is None else k.load(bias.at(channel)), self.rectify)
-
         phases = forward(self.stage, 0), forward(self.stage, 1)
-        add_taps(k, (self.x, self.y), phases, self._tap(weights), finish, self.parts)
-
-    def _tap(self, weights: Pointer) -> Tap:
-        return lambda i, j: weights + (i * self.stage.layer.kernel + j) * self.row
+        parameters = plan.parameters.of(self.stage, k.parameters)
+        self._add_taps(k, Geometry(x=self.x, y=self.y, rectify=self.rectify), phases, parameters)
 
     def backward_input(self, k: Emitter, plan: Layout) -> None:
-        tap = self._tap(plan.parameters.of(self.stage, k.parameters)[0])
-
-        def finish(value: ir.Value, channel: ir.Value, at: Place) -> ir.Value:
-            return k.finish(value, positive=at(self.x).at(channel) if self.input_rectified else None)
-
+        weights, _ = plan.parameters.of(self.stage, k.parameters)
+        conv = Geometry(x=self.d, y=self.needed_dx, positive=self.x if self.input_rectified else None)
         for phases in itertools.product(seen_by(self.stage, 0), seen_by(self.stage, 1)):
-            add_taps(k, (self.d, self.needed_dx), phases, tap, finish)
+            self._add_taps(k, conv, phases, (weights, None))
+
+    def _tap(self, weights: Pointer, i: int, j: int) -> Pointer:
+        return weights + (i * self.stage.layer.kernel + j) * self.row
+
+    def _add_taps(
+        self, k: Emitter, conv: Geometry[NHWC], phases: tuple[Phase, Phase], parameters: tuple[Pointer, Pointer | None]
+    ) -> None:
+        """Fill the pixels of a phase down and one across with the sums of what the taps see, the bias added."""
+        x, y, (weights, bias), (down, across) = conv.x, conv.y, parameters, phases
+        # an image, a row, a tile of its pixels, a vector of them
+        with k.loop(k.count) as n, k.loop(*k.turns([(0, 1, down.count)], self.parts)[0][2:]) as u:
+            source, p = x.pixel(k, n, 0, 0).at(u, down.stride * x.row), down.at(k, u)
+            for v, size in k.chunks(across.count, MOST_PIXELS):
+                corner = source.at(v, across.stride * x.column)
+                for vector, valid in k.vectors(y.shape[2]):
+                    c = k.builder.mul(vector, INDEX(k.lanes))
+                    at, sums = corner.at(c), [k.zero() for _ in range(size)]
+                    # a row of the kernel: each pixel that is seen goes to all sums that it is in
+                    for i, down_by in down.taps:
+                        taps = [k.load(self._tap(weights, i, j).at(c)) for j, _ in across.taps]
+                        for place, uses in across.seen(size):
+                            value = k.load(at + (down_by * x.row + place * x.column))
+                            for j, m in uses:
+                                sums[m] = k.fma(value, taps[j], sums[m])
+                    for m, total in enumerate(sums):
+                        q = across.at(k, v, m)
+                        added = None if bias is None else k.load(bias.at(c))
+                        positive = conv.positive.pixel(k, n, p, q).at(c) if conv.positive else None
+                        value = k.finish(total, added, conv.rectify, positive)
+                        k.store_part(value, y.pixel(k, n, p, q).at(c), valid)
 
     def backward_weights(self, k: Emitter, plan: Layout) -> None:
         (dw, db), x, d = plan.parameters.of(self.stage, k.gradients), self.x, self.d
-        down, across, tap = forward(self.stage, 0), forward(self.stage, 1), self._tap(dw)
+        down, across = forward(self.stage, 0), forward(self.stage, 1)
         step = _rows(len(down.taps), k.target)
         for start in range(0, len(down.taps), step):
             # some rows of the kernel and, with the first, the bias: an image, a row of pixels, a vector of channels
@@ -99,7 +117,7 @@ class Depthwise(ConvolutionNode[NHWC]):
                 corner, gradient = x.pixel(k, n, 0, 0).at(p, down.stride * x.row), d.pixel(k, n, p, 0)
                 for vector, valid in k.vectors(self.shape[2]):
                     c = k.builder.mul(vector, INDEX(k.lanes))
-                    places = [[tap(i, j).at(c) for j, _ in across.taps] for i, _ in rows]
+                    places = [[self._tap(dw, i, j).at(c) for j, _ in across.taps] for i, _ in rows]
                     with k.sums([*places, [place.at(c) for place in bias]]) as (*totals, of_bias):
                         for q, size in k.chunks(across.count, GRADIENT_PIXELS):
                             at, seen = gradient.at(q, d.column).at(c), corner.at(q, across.stride * x.column).at(c)
@@ -123,42 +141,3 @@ def forward(stage: ConvStage, axis: int) -> Phase:
     window, pad = stage.window, stage.window.pads[axis]
     taps = tuple((t, t * window.dilation - pad) for t in range(window.size))
     return Phase(0, 1, stage.output_shape[axis], window.stride, taps)
-
-
-Tap = Callable[[int, int], Pointer]
-"""Where a tap's weights lie."""
-
-Place = Callable[[NHWC], Pointer]
-"""The address of the pixel that is made, in an image of the same shape."""
-
-Finish = Callable[[ir.Value, ir.Value, Place], ir.Value]
-"""Makes what is stored of a sum, the number of its channel, and its place."""
-
-
-def add_taps(
-    k: Emitter, images: tuple[NHWC, NHWC], phases: tuple[Phase, Phase], tap: Tap, finish: Finish, parts: int = 1
-) -> None:
-    """Fill the pixels of a phase down and one across with the sums of what the taps see.
-
-    Args:
-        images: what is seen, and what is filled. parts: that share the rows.
-    """
-    (x, y), (down, across) = images, phases
-    # an image, a row, a tile of its pixels, a vector of them
-    with k.loop(k.count) as n, k.loop(*k.turns([(0, 1, down.count)], parts)[0][2:]) as u:
-        source, p = x.pixel(k, n, 0, 0).at(u, down.stride * x.row), down.at(k, u)
-        for v, size in k.chunks(across.count, MOST_PIXELS):
-            corner = source.at(v, across.stride * x.column)
-            for vector, valid in k.vectors(y.shape[2]):
-                c = k.builder.mul(vector, INDEX(k.lanes))
-                at, sums = corner.at(c), [k.zero() for _ in range(size)]
-                # a row of the kernel: each pixel that is seen goes to all sums that it is in
-                for i, down_by in down.taps:
-                    weights = [k.load(tap(i, j).at(c)) for j, _ in across.taps]
-                    for place, uses in across.seen(size):
-                        value = k.load(at + (down_by * x.row + place * x.column))
-                        for j, m in uses:
-                            sums[m] = k.fma(value, weights[j], sums[m])
-                for m, total in enumerate(sums):
-                    place_of = functools.partial(NHWC.pixel, k=k, image=n, row=p, column=across.at(k, v, m))
-                    k.store_part(finish(total, c, place_of), place_of(y).at(c), valid)

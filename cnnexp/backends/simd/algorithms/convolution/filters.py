@@ -22,8 +22,7 @@ There is no gradient of the input: a first layer needs none.
 Filters that fill their last vector only in part are followed by filters of zeros: their weights are 0 where they lie,
 and so is all that comes of them.
 
-Gain: `one_conv` of 64 filters takes 88,883 cycles an image for all kernels, 156,150 by `channels`, 178,278 by `lanes`
-(`python -m benchmarks.kernels --algorithms`, Zen 3, AVX2).
+Gain: `one_conv` of 64 filters takes 88,883 cycles, 156,150 by `channels`, 178,278 by `lanes`.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ class Filters(Node[NHWC, NC]):
     """Conv2d [+ ReLU] + MaxPool2d that opens a network and leads into a linear layer, filters in lanes.
 
     Attributes:
-        channels, filters, size: C, F, S. side: of a patch.
+        channels, filters, size: C, F, S. side: of a patch. values: of one.
         vectors: of filters. gather: how the gradient finds the maximum's pixels.
         cells: y, a cell a pixel. places: [image][u][v][filter], bytes, the place of each maximum in its patch; or the
             codes of `argmax_codes`.
@@ -73,6 +72,7 @@ class Filters(Node[NHWC, NC]):
         self.stage, self.rectify, self.pool = stage, rectify, pool
         self.channels, self.filters, self.size = stage.input_shape[2], stage.layer.filters, pool.window.size
         self.side = (self.size - 1) * stage.layer.stride + stage.layer.kernel
+        self.values = self.side**2 * self.channels
         self.whole = False
         """Whether a cell of the output takes whole vectors; the plan's own tensors have none between cells."""
 
@@ -88,7 +88,7 @@ class Filters(Node[NHWC, NC]):
 
     def fits(self, target: Target) -> bool:
         """Whether windows are small enough for each of their pixels to be in the code."""
-        return self.size <= 2 and self.side**2 * self.channels <= 64
+        return self.size <= 2 and self.values <= 64
 
     def pitch(self, lanes: int) -> int:
         """Return the floats of a cell of the output."""
@@ -112,10 +112,17 @@ class Filters(Node[NHWC, NC]):
             return "pick" if self.size**2 == argmax_codes.PIXELS else "window"
         return "permute" if target.permutes and self.corners[-1] < target.lanes else "window"
 
+    def most_vectors(self, target: Target) -> int:
+        """Return the vectors of filters at once: one if the registers hold a patch, else two, to read it half as often.
+
+        By `pick` there are two, whose codes are in one word.
+        """
+        patch_fits = self.values + self.size**2 + 1 <= target.registers
+        return 1 if self.choose_gather(target) != "pick" and patch_fits else 2
+
     def work(self, target: Target, images: int, needs_dx: bool) -> dict[str, Work]:
         cells, vectors, terms = math.prod(self.shape[:2]), -(-self.filters // target.lanes), len(self.taps)
-        values, gather, size = self.side**2 * self.channels, self.choose_gather(target), self.size
-        wide = most_vectors(values, size, gather, target)
+        gather, size, wide = self.choose_gather(target), self.size, self.most_vectors(target)
         # a patch that the registers do not hold is read again
         loads = terms + (terms * size**2 / wide if wide > 1 else 0)
         sums = max(terms * size**2 / cost.MACS, loads / cost.LOADS, 4) + 1.5 * size**2 + 3
@@ -124,7 +131,7 @@ class Filters(Node[NHWC, NC]):
         macs, tile = cells * self.filters * terms, f"{-(-terms // parts)} taps x 1 vector of filters"
         pixels = f"{size**2} pixels x {wide} vectors of filters"
         return {
-            "forward": Work(macs * size**2, cells * (values + vectors * sums), pixels),
+            "forward": Work(macs * size**2, cells * (self.values + vectors * sums), pixels),
             "rectify_gradient": passes(cells * self.filters, 2, target),
             "backward_weights": Work(macs, cells * vectors * (gradient + 4 * parts), tile),
         }
@@ -138,7 +145,7 @@ class Filters(Node[NHWC, NC]):
         plan.parameters.place_plain(self.stage.bias)
         # a word has the codes of two vectors, or the places of four lanes
         places = -(-self.vectors // 2) if self.gather == "pick" else self.vectors * lanes // 4
-        values = {"permute": self.side**2 * self.channels, "pick": argmax_codes.PIXELS * terms, "window": 0}
+        values = {"permute": self.values, "pick": argmax_codes.PIXELS * terms, "window": 0}
         self.cells = NHWC(self.y.offset, (rows, columns, self.pitch(lanes)), self.y.stride)
         self.places, self.patches = (
             plan.arena.nhwc((rows, columns, room)) for room in (places, round_up(values[self.gather], lanes))
@@ -175,14 +182,13 @@ class Filters(Node[NHWC, NC]):
     def conv2d_row(self, k: Emitter, plan: Layout, u: ir.Value) -> None:
         """Fill row u of y, the places and the patches. weights [tap][filter], bias [filter], in whole vectors."""
         weights, bias = plan.parameters.of(self.stage, k.parameters)
-        most = most_vectors(self.side**2 * self.channels, self.size, self.gather, k.target)
         with k.loop(k.count) as n, k.loop(self.shape[1]) as v:
             # the patch of a cell: what the gradient needs of it, and every pixel in a register
             corner = self.corner(k, n, u, v)
             self._store_patch(k, corner, self.patches.pixel(k, n, u, v))
-            pixels = [k.splat(self.pixel(corner, p)) for p in range(self.side**2 * self.channels)]
+            pixels = [k.splat(self.pixel(corner, p)) for p in range(self.values)]
             cell, places = self.cells.pixel(k, n, u, v), self.places.pixel(k, n, u, v)
-            for first, vectors, times, valid in self._blocks(most, k.lanes):
+            for first, vectors, times, valid in self._blocks(self.most_vectors(k.target), k.lanes):
                 with k.loop(times) as t:
                     f = k.scaled(t, vectors, first)
                     column, b = weights.at(f, k.lanes), bias.at(f, k.lanes) if bias else None
@@ -307,15 +313,6 @@ class Filters(Node[NHWC, NC]):
                             k.accumulate(total, k.splat(self.pixel(corner, at + self.taps[t])), of_pixel)
             for of_bias in totals[end - first :]:
                 k.increase(of_bias, value)
-
-
-def most_vectors(patch: int, window: int, gather: GatherMethod, target: Target) -> int:
-    """Return the vectors of filters at once: one where the registers hold a patch, else two, to read it half as often.
-
-    Args:
-        patch: values of one. window: S. gather: `argmax_codes` has two vectors' codes in a word.
-    """
-    return 1 if gather != "pick" and patch + window**2 + 1 <= target.registers else 2
 
 
 def gradient_parts(taps: int, registers: int) -> list[tuple[int, int]]:

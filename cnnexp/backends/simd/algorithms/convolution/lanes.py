@@ -9,9 +9,8 @@ the 4 pixels are those of its window, so maximum, argmax, bias and ReLU happen i
 never stored. The gradient of the input is the same kernel on the flipped weights. With groups or dilation there are
 K * K runs, of the channels of a group.
 
-Gain: few channels, batches that fill the lanes. By it rather than `channels` for the first convolution, the kernels
-of `two_conv_pool4` take 18,376 cycles an image for 43,100, of `two_conv_mlp` 155,879 for 174,888 (`python -m
-benchmarks.kernels --algorithms`, Zen 3, AVX2).
+Gain: few channels, batches that fill the lanes. By it rather than `channels` for the first convolution
+`two_conv_pool4` takes 18,376 cycles for 43,100, `two_conv_mlp` 155,879 for 174,888.
 """
 
 from __future__ import annotations
@@ -23,8 +22,9 @@ from dataclasses import dataclass, replace
 from llvmlite import ir
 
 from cnnexp.backends.parts import FORWARD
-from cnnexp.backends.simd.algorithms.convolution.base import ConvolutionNode, Geometry, Windows, rows_inside
-from cnnexp.backends.simd.algorithms.cost import Work, lane_gradient, lane_sums, passes
+from cnnexp.backends.simd.algorithms import cost
+from cnnexp.backends.simd.algorithms.convolution.base import ConvolutionNode, Geometry, Windows
+from cnnexp.backends.simd.algorithms.cost import Work, lane_sums, passes
 from cnnexp.backends.simd.compiler.emit import INDEX, Emitter, Pointer, Target, chunks, chunks_of
 from cnnexp.backends.simd.layouts import Blocked, Halo, Layout, Tensor
 
@@ -46,23 +46,13 @@ class Lanes(ConvolutionNode[Blocked]):
     def work(self, target: Target, images: int, needs_dx: bool) -> dict[str, Work]:
         (height, width, channels), (rows, columns, filters) = self.stage.input_shape, self.stage.output_shape
         kernel, cells, window = self.stage.layer.kernel, math.prod(self.shape[:2]), self.window
-        groups = self.stage.layer.groups
-        pixels, most = sums_tile(target.registers)
+        groups, (pixels, most) = self.stage.layer.groups, sums_tile(target.registers)
         found = {
             "forward": self.forward_work(target),
             "gradient": passes(rows * columns * filters, 2, target, target.lanes, 3),
             "unpool": passes(cells * filters, 4 + 3 * window, target, target.lanes, window + 1),
         }
-        held, terms = rows * columns * filters + height * width * channels, kernel**2 * channels // groups
-        tile = terms, whole_width(terms, filters, target.registers) if self.stage.dense else 0
-        moved = float(held)
-        if not tile[1]:
-            # rows are gone over for every row of the kernel, and by blocks of 8 filters
-            moved = kernel * (rows * columns * filters + height * width * channels * -(-filters // 8))
-            tile = gradient_tile(target.registers)
-            if groups > 1:
-                tile = min(tile[0], channels // groups), min(tile[1], filters // groups)
-        found["backward_weights"] = lane_gradient(tile, terms, filters, rows * columns, images, moved, held, target)
+        found["backward_weights"] = self._gradient_work(target, images)
         if needs_dx:
             count = height * -(-width // pixels)
             taps = kernel**2 * filters // groups
@@ -70,6 +60,28 @@ class Lanes(ConvolutionNode[Blocked]):
             flipping = 2 * self.stage.weight.size / images
             found["backward_input"] = Work(back.macs * self.seen, back.cycles * self.seen + flipping, back.tile)
         return found
+
+    def _gradient_work(self, target: Target, images: int) -> Work:
+        """Return the work of the weights' gradient: a tile of taps x filters, along pixels."""
+        (height, width, channels), (rows, columns, filters) = self.stage.input_shape, self.stage.output_shape
+        kernel, groups, pixels = self.stage.layer.kernel, self.stage.layer.groups, rows * columns
+        held, terms = pixels * filters + height * width * channels, kernel**2 * channels // groups
+        moved, tile = held, (terms, whole_width(terms, filters, target.registers) if self.stage.dense else 0)
+        if not tile[1]:
+            # rows are gone over for every row of the kernel, and by blocks of 8 filters
+            moved = kernel * (pixels * filters + height * width * channels * -(-filters // 8))
+            taps, wide = gradient_tile(target.registers)
+            tile = (min(taps, channels // groups), min(wide, filters // groups)) if groups > 1 else (taps, wide)
+        cycles = sum(
+            times_r * times_f * max(high * wide / cost.MACS, (high + wide) / cost.LOADS, 4)
+            for _, high, times_r in chunks(terms, tile[0])
+            for _, wide, times_f in chunks(filters, tile[1])
+        )
+        cycles *= 1.15 * pixels / target.lanes
+        # the lanes are added up once for all images
+        cycles += terms * filters * (2 * math.log2(target.lanes) + 3) / images
+        cycles += cost.bring(moved, 4 * held * target.lanes, target)
+        return Work(float(terms * filters * pixels), cycles, f"{tile[0]} taps x {tile[1]} filters")
 
     def forward_work(self, target: Target) -> Work:
         rows, columns, filters = self.stage.output_shape
@@ -115,23 +127,125 @@ class Lanes(ConvolutionNode[Blocked]):
         )  # fmt: skip
 
     def emit_forward(self, k: Emitter, plan: Layout) -> None:
-        conv2d(k, self.correlation, *plan.parameters.of(self.stage, k.parameters))
+        self.correlation.conv2d(k, *plan.parameters.of(self.stage, k.parameters))
 
     def backward_weights(self, k: Emitter, plan: Layout) -> None:
-        dw, db = plan.parameters.of(self.stage, k.gradients)
-        conv2d_backward_weights(k, self.correlation, self.d, dw, db, k.arena + self.sums)
+        """dw[i,j,c,f] += sum over pixels and lanes of x * d; db likewise.
+
+        Register tile: 6 (tap, channel) x 4 filters of accumulators, along a piece of a row; 10 loads feed 24
+        multiply-adds. All tiles of a block of taps and filters go along one piece before the next, so that x and d come
+        from the first cache, as do the sums that wait there meanwhile. Lanes are added up once per tile of images.
+
+        Of the smallest kernels a tile holds all taps, and the bias, so that d is read once.
+        """
+        (dw, db), sums = plan.parameters.of(self.stage, k.gradients), k.arena + self.sums
+        conv, x = self.correlation, self.x
+        (runs, run), each = conv.runs, conv.filters // conv.groups
+        # the smallest kernels: all taps in one tile
+        width = whole_width(conv.kernel * run, conv.filters, k.target.registers)
+        if width and runs == conv.groups == 1:
+            self._whole_kernel(k, width, dw, db)
+            return
+        # the others by blocks of filters, runs of kernel rows and blocks of taps
+        for first_filter, filters, filter_blocks in chunks(each, 8):
+            for first_tap, taps, tap_blocks in chunks(run, MOST_SUMS // filters):
+                with (
+                    conv.each_group(k) as e, k.loop(filter_blocks) as filter_block,
+                    k.loop(conv.kernel) as i, k.loop(runs) as j, k.loop(tap_blocks) as tap_block,
+                ):  # fmt: skip
+                    r, f = k.scaled(tap_block, taps, first_tap), k.scaled(filter_block, filters, first_filter)
+                    f = k.builder.add(k.builder.mul(e, INDEX(each)), f)
+                    place = k.builder.add(k.builder.mul(i, INDEX(runs)), j)
+                    # where the taps lie in x, from the corner of a window
+                    across = k.scaled(k.builder.add(k.scaled(e, run), r), x.lanes)
+                    down = k.builder.add(k.scaled(i, conv.dilation * x.row), k.scaled(j, conv.dilation * x.column))
+                    target = dw.at(place, run * conv.filters).at(r, conv.filters).at(f)
+                    self._weight_block(k, (k.builder.add(down, across), f), (taps, filters), target, sums)
+        if db is not None:
+            self._backward_bias(k, db)
+
+    def _whole_kernel(self, k: Emitter, width: int, dw: Pointer, db: Pointer | None) -> None:
+        """Add to dw and db, `width` filters at a time."""
+        conv, d, x = self.correlation, self.d, self.x
+        rows, columns, _ = d.shape
+        offsets = [i * x.row + r * x.lanes for i in range(conv.kernel) for r in range(self.run)]
+        for f, filters in k.chunks(conv.filters, width):
+            totals, sums = [k.variables(filters) for _ in offsets], k.variables(filters)
+            # along all pixels: one load of each filter's gradient serves all taps, and the bias
+            with k.loop(k.groups(k.lanes)) as g, k.loop(rows) as p, k.loop(columns) as q:
+                source = conv.corner(k, g).at(p, conv.stride * x.row).at(q, conv.stride * x.column)
+                gradient = d.pixel(k, g, p, q).at(f, d.lanes)
+                gradients = [k.load(gradient + j * k.lanes) for j in range(filters)]
+                for offset, row in zip(offsets, totals, strict=True):
+                    value = k.load(source + offset)
+                    for total, gradient_ in zip(row, gradients, strict=True):
+                        k.accumulate(total, value, gradient_)
+                for total, gradient_ in zip(sums, gradients, strict=True):
+                    k.increase(total, gradient_)
+            # lanes added up
+            for tap, row in enumerate(totals):
+                k.add_lanes(row, dw.at(f) + tap * conv.filters)
+            if db is not None:
+                k.add_lanes(sums, db.at(f))
+
+    def _weight_block(
+        self, k: Emitter, first: tuple[ir.Value, ir.Value], size: tuple[int, int], dw: Pointer, sums: Pointer
+    ) -> None:
+        """Add to a block of dw, some taps of some filters.
+
+        Args:
+            first: where the first tap lies, from the corner of a window; and the first filter. size: taps, filters.
+            dw: of the first tap and filter. sums: room for `MOST_SUMS` vectors.
+        """
+        conv, d, x, (seen, f), (taps, filters) = self.correlation, self.d, self.x, first, size
+        rows, columns, _ = d.shape
+        most_columns = max(4, CACHED_VECTORS // (conv.stride * conv.channels + filters))
+        most_taps, most_filters = gradient_tile(k.target.registers)
+        x_step, d_step = conv.stride * x.column, d.halo.step * d.column
+        # no sum yet
+        k.clear(sums, taps * filters)
+        # row by row of all images, a piece of it at a time
+        with k.loop(k.groups(k.lanes)) as g, k.loop(rows) as p:
+            source = conv.corner(k, g).at(seen).at(p, conv.stride * x.row)
+            gradient = d.pixel(k, g, p, 0).at(f, d.lanes)
+            for q, piece in k.chunks(columns, most_columns):
+                # all tiles of the block along this piece
+                for tap, height, column, width in k.tiles((taps, most_taps), (filters, most_filters)):
+                    of_x, of_d = source.at(q, x_step).at(tap, x.lanes), gradient.at(q, d_step).at(column, d.lanes)
+                    corner = sums.at(tap, filters * k.lanes).at(column, k.lanes)
+                    places = k.grid(corner, height, filters * k.lanes, width)
+                    with k.sums(places) as totals, k.loop(piece) as pixel:
+                        gradients = [k.load(of_d.at(pixel, d_step) + j * k.lanes) for j in range(width)]
+                        for t, row in enumerate(totals):
+                            value = k.load(of_x.at(pixel, x_step) + t * k.lanes)
+                            for total, gradient_ in zip(row, gradients, strict=True):
+                                k.accumulate(total, value, gradient_)
+        # lanes added up
+        with k.loop(taps) as t, k.loop(filters) as j:
+            total = k.load(sums.at(t, filters * k.lanes).at(j, k.lanes))
+            k.add_to(dw.at(t, conv.filters).at(j), k.sum_lanes(total))
+
+    def _backward_bias(self, k: Emitter, db: Pointer) -> None:
+        d, (rows, columns, channels) = self.d, self.d.shape
+        for f, size in k.chunks(channels, 8):
+            totals = k.variables(size)
+            with k.loop(k.groups(k.lanes)) as g, k.loop(rows) as p, k.loop(columns) as q:
+                at = d.pixel(k, g, p, q).at(f, d.lanes)
+                for j, total in enumerate(totals):
+                    k.increase(total, k.load(at + j * d.lanes))
+            k.add_lanes(totals, db.at(f))
 
     def backward_input(self, k: Emitter, plan: Layout) -> None:
         layer, channels = self.stage.layer, self.stage.input_shape[2]
         flipped = k.arena + self.flipped
         weights, _ = plan.parameters.of(self.stage, k.parameters)
-        flip_weights(k, weights, flipped, self.correlation)
+        self.correlation.flip_weights(k, weights, flipped)
         top, left, _, _ = (max(0, pad - self._reach) for pad in self.stage.window.pads)
         back = Correlation(
             layer.kernel, layer.filters, channels, layer.groups, layer.dilation,
             x=self.d, origin=(top, left), y=self.needed_dx, positive=self.x if self.input_rectified else None,
         )  # fmt: skip
-        conv2d(k, back, flipped, None)
+        back.conv2d(k, flipped, None)
 
 
 @dataclass(frozen=True)
@@ -159,55 +273,113 @@ class Correlation(Geometry[Blocked]):
         """Run the block for every group of filters."""
         return k.loop(self.groups) if self.groups > 1 else nullcontext(INDEX(0))
 
+    def conv2d(self, k: Emitter, weights: Pointer, bias: Pointer | None) -> None:
+        """Fill y (and the argmax)."""
+        pixels, most_filters = sums_tile(k.target.registers)
+        (rows, columns, _), each = self.y.shape, self.filters // self.groups
+        step = self.stride * (self.windows.stride if self.windows else 1)
+        with k.loop(k.groups(k.lanes)) as g:
+            # a group of images, a row, a tile of pixels (or a cell of the pool), some filters
+            source = self.corner(k, g)
+            with k.loop(rows) as row:
+                inside = INDEX(0), INDEX(self.kernel)
+                if not self.windows and self.dilation == 1:
+                    inside = self.rows_inside(k, self.kernel, row, self.stride, rows)
+                for first, width, count in [(0, 1, columns)] if self.windows else chunks_of(columns, pixels):
+                    with k.loop(count) as tile:
+                        column = k.scaled(tile, width, first)
+                        corner = source.at(row, step * self.x.row).at(column, step * self.x.column)
+                        for first_filter, filters, times in chunks(each, most_filters):
+                            with self.each_group(k) as e, k.loop(times) as t:
+                                f = k.builder.add(k.builder.mul(e, INDEX(each)), k.scaled(t, filters, first_filter))
+                                w, b = weights.at(f), bias.at(f) if bias else None
+                                seen = corner.at(e, self.channels // self.groups * self.x.lanes)
+                                at = Tile(seen, w, b, g, row, column, f, filters, inside)
+                                if self.windows:
+                                    self._pooled(k, self.windows, at)
+                                else:
+                                    self._plain(k, at, width)
 
-def sums_tile(registers: int) -> tuple[int, int]:
-    """Return the pixels and filters of the forward pass's tile."""
-    return (4, 6) if registers >= 32 else (2, 4)
+    def _plain(self, k: Emitter, tile: Tile, pixels: int) -> None:
+        """Convolve `pixels` neighbours of one row with the filters, and store them."""
+        totals = self._dot(k, tile, [(0, i) for i in range(pixels)])
+        for i in range(pixels):
+            target = tile.at(k, self.y) + i * self.y.column * self.y.halo.step
+            positive = tile.at(k, self.positive) + i * self.positive.column if self.positive else None
+            for j, value in enumerate(totals[i]):
+                bias = None if tile.bias is None else k.splat(tile.bias + j)
+                value = k.finish(value, bias, self.rectify, positive + j * k.lanes if positive else None)
+                k.store(value, target + j * self.y.lanes)
 
+    def _pooled(self, k: Emitter, windows: Windows, tile: Tile) -> None:
+        """Convolve one pooling window with the filters, and store its maxima and where they were.
 
-def window_part(size: int, filters: int, registers: int) -> tuple[int, int]:
-    """Return rows and columns of the parts of a pooling window whose sums, pixels and a weight fit the registers."""
-    parts = [(size, size), *((1, columns) for columns in range(size, 0, -1) if size % columns == 0)]
-    return next(part for part in parts if math.prod(part) * (filters + 1) < registers)
+        Part by part in a loop: LLVM would put off the maxima of parts in a row, and keep every sum till then.
+        """
+        size, argmax = windows.size, windows.argmax
+        rows, columns = window_part(size, tile.filters, k.target.registers)
+        parts, across = size * size // (rows * columns), size // columns
+        pixels = [(i, j) for i in range(rows) for j in range(columns)]
 
+        # the sums of a part of the window, their maximum and which pixel it was
+        def part(corner: Pointer) -> list[tuple[ir.Value, ir.Value]]:
+            totals = self._dot(k, replace(tile, corner=corner), pixels)
+            codes = [k.integers(i * size + j) for i, j in pixels]
+            return [k.first_maximum(list(zip(values, codes, strict=True))) for values in zip(*totals, strict=True)]
 
-def gradient_tile(registers: int) -> tuple[int, int]:
-    """Return the taps and filters of the weight gradient's tile."""
-    return (6, 4) if registers >= 32 else (3, 3)
+        # the first part, and each one more against the largest so far
+        found = [[k.variable(value) for value in pair] for pair in part(tile.corner)]
+        if parts > 1:
+            with k.loop(parts, start=1) as number:
+                row, column = k.builder.udiv(number, INDEX(across)), k.builder.urem(number, INDEX(across))
+                corner = tile.corner.at(row, self.stride * self.x.row).at(column, columns * self.stride * self.x.column)
+                first = k.spread(k.builder.trunc(k.builder.mul(number, INDEX(columns)), ir.IntType(32)))
+                for (best, where), (value, code) in zip(found, part(corner), strict=True):
+                    pair = k.first_maximum([(best.get(), where.get()), (value, k.builder.add(code, first))])
+                    best.set(pair[0])
+                    where.set(pair[1])
+        # bias, ReLU, and the argmax as a byte
+        target, code_target = tile.at(k, self.y), tile.at(k, argmax)
+        for j, (best, where) in enumerate(found):
+            bias = None if tile.bias is None else k.splat(tile.bias + j)
+            k.store(k.finish(best.get(), bias, self.rectify), target + j * self.y.lanes)
+            k.store_bytes(where.get(), code_target + j * argmax.lanes)
 
+    def _dot(self, k: Emitter, tile: Tile, pixels: list[tuple[int, int]]) -> list[list[ir.Value]]:
+        """Return the sums over kernel and channels, [pixel][filter]; pixels are (row, column), by the stride."""
+        x, (runs, run), filters = self.x, self.runs, tile.filters
+        places = [(i * x.row + j * x.column) * self.stride for i, j in pixels]
+        totals = [k.variables(filters) for _ in pixels]
 
-def whole_width(taps: int, filters: int, registers: int) -> int:
-    """Return the filters of a tile of the weight gradient with all taps in it, 0 if two tiles do not hold them all."""
-    width = min(filters, (registers - 1) // (taps + 2))
-    return width if filters <= 2 * width else 0
+        # some taps: each pixel is loaded once for all filters, each weight once for all pixels
+        def taps(source: Pointer, weights: Pointer, count: int) -> None:
+            for r in range(count):
+                values = [k.load(source + (place + r * x.lanes)) for place in places]
+                for f in range(filters):
+                    weight = k.splat(weights + (r * self.filters + f))
+                    for p, value in enumerate(values):
+                        k.accumulate(totals[p][f], weight, value)
 
+        # a row of the kernel, in runs of at most 8 taps if it is long
+        low, high = tile.inside
+        with k.loop(high, start=low) as i, k.loop(runs) if runs > 1 else nullcontext(INDEX(0)) as j:
+            source, weights = tile.corner.at(i, self.dilation * x.row), tile.weights.at(i, runs * run * self.filters)
+            source, weights = source.at(j, self.dilation * x.column), weights.at(j, run * self.filters)
+            for first, size, count in chunks_of(run, 8 if run > 16 else run):
+                with k.loop(count) as c:
+                    at = (source + first * x.lanes).at(c, size * x.lanes)
+                    taps(at, (weights + first * self.filters).at(c, size * self.filters), size)
+        return [[total.get() for total in row] for row in totals]
 
-def conv2d(k: Emitter, conv: Correlation, weights: Pointer, bias: Pointer | None) -> None:
-    """Fill conv.y (and the argmax)."""
-    pixels, most_filters = sums_tile(k.target.registers)
-    (rows, columns, _), each = conv.y.shape, conv.filters // conv.groups
-    step = conv.stride * (conv.windows.stride if conv.windows else 1)
-    with k.loop(k.groups(k.lanes)) as g:
-        # a group of images, a row, a tile of pixels (or a cell of the pool), some filters
-        source = conv.corner(k, g)
-        with k.loop(rows) as row:
-            inside = INDEX(0), INDEX(conv.kernel)
-            if not conv.windows and conv.dilation == 1:
-                inside = rows_inside(k, conv.x, conv.kernel, row, (conv.origin[0], conv.stride, rows))
-            for first, width, count in [(0, 1, columns)] if conv.windows else chunks_of(columns, pixels):
-                with k.loop(count) as tile:
-                    column = k.scaled(tile, width, first)
-                    corner = source.at(row, step * conv.x.row).at(column, step * conv.x.column)
-                    for first_filter, filters, times in chunks(each, most_filters):
-                        with conv.each_group(k) as e, k.loop(times) as t:
-                            f = k.builder.add(k.builder.mul(e, INDEX(each)), k.scaled(t, filters, first_filter))
-                            w, b = weights.at(f), bias.at(f) if bias else None
-                            seen = corner.at(e, conv.channels // conv.groups * conv.x.lanes)
-                            at = Tile(seen, w, b, g, row, column, f, filters, inside)
-                            if conv.windows:
-                                _pooled(k, conv, conv.windows, at)
-                            else:
-                                _plain(k, conv, at, width)
+    def flip_weights(self, k: Emitter, weights: Pointer, flipped: Pointer) -> None:
+        """flipped[K-1-i, K-1-j, f, c] = weights[i, j, c, f], group by group: the kernel of the input's gradient."""
+        taps, seen, each = self.kernel**2, self.channels // self.groups, self.filters // self.groups
+        with k.loop(taps) as tap:
+            source = weights.at(tap, seen * self.filters)
+            target = flipped.at(k.builder.sub(INDEX(taps - 1), tap), each * self.channels)
+            with self.each_group(k) as e, k.loop(seen) as c, k.loop(each) as f:
+                value = k.load_float(source.at(c, self.filters).at(e, each).at(f))
+                k.store(value, target.at(f, self.channels).at(e, seen).at(c))
 
 
 @dataclass(frozen=True)
@@ -235,206 +407,23 @@ class Tile:
         return tensor.pixel(k, self.group, self.row, self.column).at(self.first, tensor.lanes)
 
 
-def _plain(k: Emitter, conv: Correlation, tile: Tile, pixels: int) -> None:
-    """Convolve `pixels` neighbours of one row with the filters, and store them."""
-    totals = _dot(k, conv, tile, [(0, i) for i in range(pixels)])
-    for i in range(pixels):
-        target = tile.at(k, conv.y) + i * conv.y.column * conv.y.halo.step
-        positive = tile.at(k, conv.positive) + i * conv.positive.column if conv.positive else None
-        for j, value in enumerate(totals[i]):
-            bias = None if tile.bias is None else k.splat(tile.bias + j)
-            value = k.finish(value, bias, conv.rectify, positive + j * k.lanes if positive else None)
-            k.store(value, target + j * conv.y.lanes)
+def sums_tile(registers: int) -> tuple[int, int]:
+    """Return the pixels and filters of the forward pass's tile."""
+    return (4, 6) if registers >= 32 else (2, 4)
 
 
-def _pooled(k: Emitter, conv: Correlation, windows: Windows, tile: Tile) -> None:
-    """Convolve one pooling window with the filters, and store its maxima and where they were.
-
-    Part by part in a loop: LLVM would put off the maxima of parts one after the other, and keep every sum till then.
-    """
-    size, argmax = windows.size, windows.argmax
-    rows, columns = window_part(size, tile.filters, k.target.registers)
-    parts, across = size * size // (rows * columns), size // columns
-    pixels = [(i, j) for i in range(rows) for j in range(columns)]
-
-    # the sums of a part of the window, their maximum and which pixel it was
-    def part(corner: Pointer) -> list[tuple[ir.Value, ir.Value]]:
-        totals = _dot(k, conv, replace(tile, corner=corner), pixels)
-        codes = [k.integers(i * size + j) for i, j in pixels]
-        return [k.first_maximum(list(zip(values, codes, strict=True))) for values in zip(*totals, strict=True)]
-
-    # the first part, and each one more against the largest so far
-    found = [[k.variable(value) for value in pair] for pair in part(tile.corner)]
-    if parts > 1:
-        with k.loop(parts, start=1) as number:
-            row, column = k.builder.udiv(number, INDEX(across)), k.builder.urem(number, INDEX(across))
-            corner = tile.corner.at(row, conv.stride * conv.x.row).at(column, columns * conv.stride * conv.x.column)
-            first = k.spread(k.builder.trunc(k.builder.mul(number, INDEX(columns)), ir.IntType(32)))
-            for (best, where), (value, code) in zip(found, part(corner), strict=True):
-                pair = k.first_maximum([(best.get(), where.get()), (value, k.builder.add(code, first))])
-                best.set(pair[0])
-                where.set(pair[1])
-    # bias, ReLU, and the argmax as a byte
-    target, code_target = tile.at(k, conv.y), tile.at(k, argmax)
-    for j, (best, where) in enumerate(found):
-        bias = None if tile.bias is None else k.splat(tile.bias + j)
-        k.store(k.finish(best.get(), bias, conv.rectify), target + j * conv.y.lanes)
-        k.store_bytes(where.get(), code_target + j * argmax.lanes)
+def window_part(size: int, filters: int, registers: int) -> tuple[int, int]:
+    """Return rows and columns of the parts of a pooling window whose sums, pixels and a weight fit the registers."""
+    parts = [(size, size), *((1, columns) for columns in range(size, 0, -1) if size % columns == 0)]
+    return next(part for part in parts if math.prod(part) * (filters + 1) < registers)
 
 
-def _dot(k: Emitter, conv: Correlation, tile: Tile, pixels: list[tuple[int, int]]) -> list[list[ir.Value]]:
-    """Return the sums over kernel and channels, [pixel][filter]; `pixels` are (row, column) in steps of the stride."""
-    x, (runs, run), filters = conv.x, conv.runs, tile.filters
-    places = [(i * x.row + j * x.column) * conv.stride for i, j in pixels]
-    totals = [k.variables(filters) for _ in pixels]
-
-    # some taps: each pixel is loaded once for all filters, each weight once for all pixels
-    def taps(source: Pointer, weights: Pointer, count: int) -> None:
-        for r in range(count):
-            values = [k.load(source + (place + r * x.lanes)) for place in places]
-            for f in range(filters):
-                weight = k.splat(weights + (r * conv.filters + f))
-                for p, value in enumerate(values):
-                    k.accumulate(totals[p][f], weight, value)
-
-    # a row of the kernel, in runs of at most 8 taps if it is long
-    low, high = tile.inside
-    with k.loop(high, start=low) as i, k.loop(runs) if runs > 1 else nullcontext(INDEX(0)) as j:
-        source, weights = tile.corner.at(i, conv.dilation * x.row), tile.weights.at(i, runs * run * conv.filters)
-        source, weights = source.at(j, conv.dilation * x.column), weights.at(j, run * conv.filters)
-        for first, size, count in chunks_of(run, 8 if run > 16 else run):
-            with k.loop(count) as c:
-                at = (source + first * x.lanes).at(c, size * x.lanes)
-                taps(at, (weights + first * conv.filters).at(c, size * conv.filters), size)
-    return [[total.get() for total in row] for row in totals]
+def gradient_tile(registers: int) -> tuple[int, int]:
+    """Return the taps and filters of the weight gradient's tile."""
+    return (6, 4) if registers >= 32 else (3, 3)
 
 
-def flip_weights(k: Emitter, weights: Pointer, flipped: Pointer, conv: Correlation) -> None:
-    """flipped[K-1-i, K-1-j, f, c] = weights[i, j, c, f], group by group: the kernel of the input's gradient."""
-    taps, seen, each = conv.kernel**2, conv.channels // conv.groups, conv.filters // conv.groups
-    with k.loop(taps) as tap:
-        source = weights.at(tap, seen * conv.filters)
-        target = flipped.at(k.builder.sub(INDEX(taps - 1), tap), each * conv.channels)
-        with conv.each_group(k) as e, k.loop(seen) as c, k.loop(each) as f:
-            value = k.load_float(source.at(c, conv.filters).at(e, each).at(f))
-            k.store(value, target.at(f, conv.channels).at(e, seen).at(c))
-
-
-def conv2d_backward_weights(
-    k: Emitter, conv: Correlation, d: Blocked, dw: Pointer, db: Pointer | None, sums: Pointer
-) -> None:
-    """dw[i,j,c,f] += sum over pixels and lanes of x * d; db likewise.
-
-    Register tile: 6 (tap, channel) x 4 filters of accumulators, along a piece of a row; 10 loads feed 24 multiply-adds.
-    All tiles of a block of taps and filters go along one piece before the next, so that x and d come from the first
-    cache, as do the sums that wait there meanwhile. Lanes are added up once per tile of images.
-
-    Of the smallest kernels a tile holds all taps, and the bias, so that d is read once.
-
-    Args:
-        conv: the forward geometry; its y is not used.
-        d: gradient of the convolution's output (P, Q, F), perhaps with room between pixels.
-        sums: room for `MOST_SUMS` vectors.
-    """
-    (runs, run), each, x = conv.runs, conv.filters // conv.groups, conv.x
-    # the smallest kernels: all taps in one tile
-    width = whole_width(conv.kernel * run, conv.filters, k.target.registers)
-    if width and runs == conv.groups == 1:
-        _whole_kernel(k, conv, d, width, dw, db)
-        return
-    # the others by blocks of filters, runs of kernel rows and blocks of taps
-    for first_filter, filters, filter_blocks in chunks(each, 8):
-        for first_tap, taps, tap_blocks in chunks(run, MOST_SUMS // filters):
-            with (
-                conv.each_group(k) as e, k.loop(filter_blocks) as filter_block,
-                k.loop(conv.kernel) as i, k.loop(runs) as j, k.loop(tap_blocks) as tap_block,
-            ):  # fmt: skip
-                r, f = k.scaled(tap_block, taps, first_tap), k.scaled(filter_block, filters, first_filter)
-                f = k.builder.add(k.builder.mul(e, INDEX(each)), f)
-                place = k.builder.add(k.builder.mul(i, INDEX(runs)), j)
-                # where the taps lie in x, from the corner of a window
-                across = k.scaled(k.builder.add(k.scaled(e, run), r), x.lanes)
-                down = k.builder.add(k.scaled(i, conv.dilation * x.row), k.scaled(j, conv.dilation * x.column))
-                target = dw.at(place, run * conv.filters).at(r, conv.filters).at(f)
-                _weight_block(k, conv, d, (k.builder.add(down, across), f), (taps, filters), target, sums)
-    if db is not None:
-        _backward_bias(k, d, db)
-
-
-def _whole_kernel(k: Emitter, conv: Correlation, d: Blocked, width: int, dw: Pointer, db: Pointer | None) -> None:
-    """Add to dw and db, `width` filters at a time."""
-    x, run = conv.x, conv.kernel * conv.channels
-    rows, columns, _ = d.shape
-    offsets = [i * x.row + r * x.lanes for i in range(conv.kernel) for r in range(run)]
-    for f, filters in k.chunks(conv.filters, width):
-        totals, sums = [k.variables(filters) for _ in offsets], k.variables(filters)
-        # along all pixels: one load of each filter's gradient serves all taps, and the bias
-        with k.loop(k.groups(k.lanes)) as g, k.loop(rows) as p, k.loop(columns) as q:
-            source = conv.corner(k, g).at(p, conv.stride * x.row).at(q, conv.stride * x.column)
-            gradient = d.pixel(k, g, p, q).at(f, d.lanes)
-            gradients = [k.load(gradient + j * k.lanes) for j in range(filters)]
-            for offset, row in zip(offsets, totals, strict=True):
-                value = k.load(source + offset)
-                for total, gradient_ in zip(row, gradients, strict=True):
-                    k.accumulate(total, value, gradient_)
-            for total, gradient_ in zip(sums, gradients, strict=True):
-                k.increase(total, gradient_)
-        # lanes added up
-        for tap, row in enumerate(totals):
-            k.add_lanes(row, dw.at(f) + tap * conv.filters)
-        if db is not None:
-            k.add_lanes(sums, db.at(f))
-
-
-def _weight_block(
-    k: Emitter,
-    conv: Correlation,
-    d: Blocked,
-    first: tuple[ir.Value, ir.Value],
-    size: tuple[int, int],
-    dw: Pointer,
-    sums: Pointer,
-) -> None:
-    """Add to a block of dw, some taps of some filters.
-
-    Args:
-        first: where the first tap lies, from the corner of a window; and the first filter. size: taps, filters.
-        dw: of the first tap and filter.
-    """
-    x, (seen, f), (taps, filters) = conv.x, first, size
-    rows, columns, _ = d.shape
-    most_columns = max(4, CACHED_VECTORS // (conv.stride * conv.channels + filters))
-    most_taps, most_filters = gradient_tile(k.target.registers)
-    x_step, d_step = conv.stride * x.column, d.halo.step * d.column
-    # no sum yet
-    k.clear(sums, taps * filters)
-    # row by row of all images, a piece of it at a time
-    with k.loop(k.groups(k.lanes)) as g, k.loop(rows) as p:
-        source = conv.corner(k, g).at(seen).at(p, conv.stride * x.row)
-        gradient = d.pixel(k, g, p, 0).at(f, d.lanes)
-        for q, piece in k.chunks(columns, most_columns):
-            # all tiles of the block along this piece
-            for tap, height, column, width in k.tiles((taps, most_taps), (filters, most_filters)):
-                of_x, of_d = source.at(q, x_step).at(tap, x.lanes), gradient.at(q, d_step).at(column, d.lanes)
-                places = k.grid(sums.at(tap, filters * k.lanes).at(column, k.lanes), height, filters * k.lanes, width)
-                with k.sums(places) as totals, k.loop(piece) as pixel:
-                    gradients = [k.load(of_d.at(pixel, d_step) + j * k.lanes) for j in range(width)]
-                    for t, row in enumerate(totals):
-                        value = k.load(of_x.at(pixel, x_step) + t * k.lanes)
-                        for total, gradient_ in zip(row, gradients, strict=True):
-                            k.accumulate(total, value, gradient_)
-    # lanes added up
-    with k.loop(taps) as t, k.loop(filters) as j:
-        total = k.load(sums.at(t, filters * k.lanes).at(j, k.lanes))
-        k.add_to(dw.at(t, conv.filters).at(j), k.sum_lanes(total))
-
-
-def _backward_bias(k: Emitter, d: Blocked, db: Pointer) -> None:
-    rows, columns, channels = d.shape
-    for f, size in k.chunks(channels, 8):
-        totals = k.variables(size)
-        with k.loop(k.groups(k.lanes)) as g, k.loop(rows) as p, k.loop(columns) as q:
-            at = d.pixel(k, g, p, q).at(f, d.lanes)
-            for j, total in enumerate(totals):
-                k.increase(total, k.load(at + j * d.lanes))
-        k.add_lanes(totals, db.at(f))
+def whole_width(taps: int, filters: int, registers: int) -> int:
+    """Return the filters of a tile of the weight gradient with all taps in it, 0 if two tiles do not hold them all."""
+    width = min(filters, (registers - 1) // (taps + 2))
+    return width if filters <= 2 * width else 0

@@ -27,10 +27,11 @@ import numpy as np
 from llvmlite import ir
 
 from cnnexp.backends.parts import BACKWARD, FORWARD, Part
+from cnnexp.backends.simd.algorithms import cost
 from cnnexp.backends.simd.algorithms.convolution import argmax_gradient
-from cnnexp.backends.simd.algorithms.convolution.lanes import Lanes, conv2d
+from cnnexp.backends.simd.algorithms.convolution.lanes import Lanes
 from cnnexp.backends.simd.algorithms.convolution.lanes_argmax import LanesArgmax
-from cnnexp.backends.simd.algorithms.cost import Work, pair_events, transposition
+from cnnexp.backends.simd.algorithms.cost import Work, transposition
 from cnnexp.backends.simd.algorithms.node import Node, Section
 from cnnexp.backends.simd.compiler.emit import BYTE, INDEX, Emitter, Kernels, Pointer, Sums, Target
 from cnnexp.backends.simd.layouts import Blocked, Halo, Layout, round_up
@@ -97,8 +98,10 @@ class LanesPair(Node[Blocked, Blocked]):
         patch, (height, width, depth) = self._patch(target.lanes), self.first.stage.input_shape
         packed = 6 * (len(patch.taps) + 1 + self.shape[2]) * patch.vectors * target.lanes / images
         turned = transposition(height * width * depth, target).cycles
-        cells, vectors = math.prod(self.shape[:2]), patch.vectors
-        following = pair_events(cells, self.second.window, self.shape[2], vectors, len(patch.taps), target)
+        cells, vectors, outputs = math.prod(self.shape[:2]), patch.vectors, self.shape[2]
+        each = vectors * ((2 * len(patch.taps) + 3) / cost.MACS + 1) + 4.5
+        listed = cost.listing(cells, self.second.window, outputs, target)
+        following = listed + cost.RELU_DENSITY * cells * outputs * each
         tile = f"{vectors} vector{'s' * (vectors > 1)} of a window"
         return {
             "first.forward": self.first.forward_work(target),
@@ -138,7 +141,7 @@ class LanesPair(Node[Blocked, Blocked]):
 
     def forward(self, plan: Layout) -> Kernels:
         return [
-            ("first.forward", lambda k: conv2d(k, self.opening, *plan.parameters.of(self.first.stage, k.parameters))),
+            ("first.forward", lambda k: self.opening.conv2d(k, *plan.parameters.of(self.first.stage, k.parameters))),
             *self.second.forward(plan),
         ]
 

@@ -1,8 +1,7 @@
 """`winograd-argmax`: the forward pass of `winograd`, and gradients through the argmax as in `channels-argmax`.
 
 Gain: 3 x 3 convolutions of many channels before a max-pool. For the second convolution of Keras's MNIST convnet,
-batch 1, 508,511 cycles an image for all kernels, 633,138 by `channels-argmax` (`python -m benchmarks.kernels
---algorithms`, Zen 3, AVX2).
+batch 1, 508,511 cycles, 633,138 by `channels-argmax`.
 """
 
 from __future__ import annotations

@@ -103,7 +103,9 @@ class Wide(Dense):
                             k.store(k.finish(total.get(), added, self.rectify), target)
 
     def backward(self, plan: Layout) -> Kernels:
-        kernels, dx = [*super().backward(plan), *([] if plan.owns else self._backward_weights(plan))], self.dx
+        kernels, dx = super().backward(plan), self.dx
+        if not plan.owns:
+            kernels.append(("backward_weights", lambda k: self._backward_weights(k, plan)))
         if dx:
             kernels += [
                 ("dy_to_lanes", lambda k: reorder(k, self.dy, self.dy_lanes)),
@@ -112,20 +114,17 @@ class Wide(Dense):
             ]
         return kernels
 
-    def _backward_weights(self, plan: Layout) -> Kernels:
-        def run(k: Emitter) -> None:
-            (dw, _), x, dy = plan.parameters.of(self.stage, k.gradients), self.x, self.dy
-            for panel in self.panels.each(k):
-                for d, height in panel.chunks(k, x.size):
-                    with k.sums(k.grid(panel.at(dw).at(d, panel.unit), height, panel.unit, panel.width)) as totals:
-                        steps = Steps(1, k.count, (0, x.stride), (0, dy.stride))
-                        source, gradient = x.stored(k, 0).at(d), panel.outputs(dy.stored(k, 0))
-                        add_products(k, totals, source, range(height), gradient, steps, panel.valid)
-
-        return [("backward_weights", run)]
+    def _backward_weights(self, k: Emitter, plan: Layout) -> None:
+        (dw, _), x, dy = plan.parameters.of(self.stage, k.gradients), self.x, self.dy
+        for panel in self.panels.each(k):
+            for d, height in panel.chunks(k, x.size):
+                with k.sums(k.grid(panel.at(dw).at(d, panel.unit), height, panel.unit, panel.width)) as totals:
+                    steps = Steps(1, k.count, (0, x.stride), (0, dy.stride))
+                    source, gradient = x.stored(k, 0).at(d), panel.outputs(dy.stored(k, 0))
+                    add_products(k, totals, source, range(height), gradient, steps, panel.valid)
 
     def owned_gradients(self, plan: Layout) -> Kernels:
-        return self._backward_weights(plan) if plan.owns else []
+        return [("backward_weights", lambda k: self._backward_weights(k, plan))] if plan.owns else []
 
     def owned_updates(self, plan: Layout) -> list[tuple[str, Callable[[Emitter, Optimizer], None]]]:
         return [("update", lambda k, optimizer: self._update(k, plan, optimizer))] if plan.owns else []
