@@ -7,7 +7,7 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
-from cnnexp.errors import MOST_SAID, BackendUnavailable, NetworkError, installing
+from cnnexp.errors import BackendUnavailable, NetworkError, first_line, installing
 from cnnexp.network.layers import Shape
 from cnnexp.network.models import Custom
 from cnnexp.network.reader import Found, Graph, Node, read
@@ -94,8 +94,8 @@ def _trace(module: Any, input_shape: Sequence[int]) -> tuple[Graph, dict[str, st
         given = torch.zeros(1, *input_shape)
         program = torch.export.export(copy.deepcopy(module).cpu().float().eval(), (given,), strict=False)
     except Exception as error:  # whatever the module's own code or the tracing of it raises
-        said = (str(error).strip().splitlines() or [type(error).__name__])[0][:MOST_SAID]
-        raise NetworkError(f"from_torch: torch.export cannot trace the module on {given.shape}: {said}") from error
+        said = f"torch.export cannot trace the module on {given.shape}: {first_line(error)}"
+        raise NetworkError(f"from_torch: {said}") from error
     signature = program.graph_signature
     keys = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
     nodes, constants = [], dict[str, np.ndarray]()

@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 
 from cnnexp.backends.protocol import State
-from cnnexp.errors import MOST_SAID, CheckpointError, refused
+from cnnexp.errors import CheckpointError, first_line, refused
 from cnnexp.network import Network
 from cnnexp.network.layers import describe_layer, make_layer
 from cnnexp.network.losses import Loss, Totals
@@ -172,8 +172,8 @@ def load(path: Path) -> Checkpoint:
         return _decode(content)
     except Exception as error:
         # the digest is right, so it was written so, by something else than us: whatever reading it raises
-        reason = (str(error).splitlines() or [type(error).__name__])[0][:MOST_SAID]
-        raise CheckpointError(f"checkpoint {path}: not as cnnexp writes it: {reason}{_another(path)}") from error
+        damage = f"not as cnnexp writes it: {first_line(error)}"
+        raise CheckpointError(f"checkpoint {path}: {damage}{_another(path)}") from error
 
 
 def take_history(checkpoint: Checkpoint, results: Mapping[int, Mapping[str, Any] | None], path: Path) -> Checkpoint:
