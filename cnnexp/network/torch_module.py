@@ -134,18 +134,14 @@ def _translate(node: Any) -> tuple[str, Sequence[Any], dict[str, Any]]:
 
 def _window(a: Mapping[str, Any]) -> dict[str, Any]:
     """Return a window as ONNX says it; PyTorch gives one number where both sides are alike."""
-
-    def both(key: str) -> list[int]:
-        return [a[key][0], a[key][-1]]
-
-    if isinstance(a["padding"], str):
-        pads: dict[str, Any] = {"auto_pad": "SAME_UPPER"} if a["padding"] == "same" else {}
-    else:
-        pads = {"pads": both("padding") * 2}
-    size = both("kernel_size") if "kernel_size" in a else []
-    strides = both("stride") if a["stride"] else size
-    dilations = both("dilation") if "dilation" in a else [1, 1]
-    return {**pads, "kernel_shape": size, "strides": strides, "dilations": dilations, "ceil_mode": a.get("ceil_mode")}
+    names = {"kernel_size": "kernel_shape", "dilation": "dilations", "stride": "strides"}
+    window: dict[str, Any] = {name: [a[key][0], a[key][-1]] for key, name in names.items() if a.get(key)}
+    window.setdefault("strides", window.get("kernel_shape"))
+    if not isinstance(a["padding"], str):
+        window["pads"] = [a["padding"][0], a["padding"][-1]] * 2
+    elif a["padding"] == "same":
+        window["auto_pad"] = "SAME_UPPER"
+    return {**window, "ceil_mode": a.get("ceil_mode")}
 
 
 def _pads(sides: Sequence[int]) -> list[int]:
