@@ -204,10 +204,6 @@ class _Reader:
         return self.add(x, net.GELU())
 
 
-def _itself(x: Any) -> Any:
-    return x
-
-
 def _short(number: float) -> float:
     """Return 0.1 for the 0.10000000149 that float32 makes of it."""
     return float(f"{number:.6g}")
@@ -408,7 +404,7 @@ def _compute(r: _Reader, *given: Any) -> _Value:
             return scaled
     fits = all(x.size == 1 for x in given if isinstance(x, np.ndarray)) and len({id(x.point) for x in values}) == 1
     r.need(fits, "arithmetic of branches or with a vector", "Add of a branch and its own input, or of a bias")
-    rules = [(x.rule or _itself) if isinstance(x, _Value) else lambda _, x=x: float(x.item()) for x in given]
+    rules = [(x.rule or (lambda v: v)) if isinstance(x, _Value) else lambda _, x=x: float(x.item()) for x in given]
     operation = FOLDS[r.node.operator]
     return replace(values[0], rule=lambda v: operation(*(rule(v) for rule in rules)))
 
@@ -486,7 +482,8 @@ VIEWS = ("Cast", "Identity", "Reshape", "Shape", "Squeeze", "Transpose", "Unsque
 FOLDS: Mapping[str, Callable[..., Any]] = {
     **{"Add": np.add, "Sub": np.subtract, "Mul": np.multiply, "Div": np.divide},
     **{"Erf": np.vectorize(math.erf, [float]), "Gather": np.take, "Concat": lambda *a, axis: np.concatenate(a, axis)},
-    **{"Cast": lambda a, **_: a, "Identity": _itself, "Reshape": lambda a, shape, **_: a.reshape(shape)},
+    **dict.fromkeys(("Cast", "Identity"), lambda a, **_: a),
+    "Reshape": lambda a, shape, **_: a.reshape(shape),
     **{"ConstantOfShape": lambda shape, value=0: np.broadcast_to(np.ravel(value)[0], tuple(shape)), "Slice": _cut},
     "Shape": lambda a, **_: np.array(a.shape),
     "Squeeze": lambda a, axes: np.squeeze(a, tuple(axes.ravel())),
