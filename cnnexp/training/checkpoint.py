@@ -131,7 +131,6 @@ def describe(
     """Return what decides a training run's numbers, as plain values by name.
 
     Keys that checkpoints had not from the first are left out at their defaults: those of an earlier version go on.
-
     Backend and workers are not in it, nor is the number of epochs: a run may go on for longer.
     """
     optimized = dataclasses.asdict(optimizer)
