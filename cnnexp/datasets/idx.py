@@ -141,11 +141,9 @@ class IdxSet(Source):
             raise DataError(f"holds an array of {array.shape}, the published one is {shape}")
         if not self.gzipped and sha256 != published:
             raise DataError(f"altered: its content has sha256 {sha256}, the published one {published}")
-        if self.gzipped and path.suffix == ".gz" and (packed := _sha256(path)) != published:
-            raise DataError(f"altered or compressed anew: it has sha256 {packed}, the published one {published}")
+        if self.gzipped and path.suffix == ".gz":
+            with path.open("rb") as file:
+                packed = hashlib.file_digest(file, "sha256").hexdigest()
+            if packed != published:
+                raise DataError(f"altered or compressed anew: it has sha256 {packed}, the published one {published}")
         return array
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
