@@ -47,10 +47,9 @@ class Images(Source):
             train, test = self._hold_out(_list(root, classes))
         rng = np.random.default_rng((self.seed, 1))
         train, test = ([files[i] for i in rng.permutation(len(files))] for files in (train, test))
-        train_rows, test_rows, validation_rows = self._rows(len(train), len(test))
-        read = self._read_all(train[train_rows]), self._read_all(test[test_rows])
-        validation = self._read_all(train[validation_rows]) if validation_rows else None
-        return Dataset.build(self.name, *read, validation, classes=tuple(classes), source=str(self.root))
+        train, test, held = self._limited(train, test)
+        read = self._read_all(train), self._read_all(test), self._read_all(held) if held else None
+        return Dataset.build(self.name, *read, classes=tuple(classes), source=str(self.root))
 
     def _hold_out(self, files: list[Labeled]) -> tuple[list[Labeled], list[Labeled]]:
         """Split each class by seed, at least one picture on each side."""
