@@ -238,7 +238,7 @@ def _convolve(r: _Reader, x: Any, weight: Any, bias: Any = None, **at: Any) -> _
     reach = dilations[0] * (weight.shape[2] - 1) + 1
     stride, pads = _slide(r, x, at, reach)
     choices = ("valid", "same", pads[0], "auto", "full", "floor", f"floor+{pads[0]}")
-    padding = _padding(r, (x.point.shape, reach, stride, pads), choices)
+    padding = _padding(r, x.point.shape, reach, stride, pads, choices)
     biases = () if bias is None else (r.constant(bias),)
     layer = net.Conv2d(weight.shape[0], weight.shape[2], stride, padding, bool(biases), group, dilations[0])
     return r.add(x, layer, (weight.transpose(2, 3, 1, 0), *biases))
@@ -257,7 +257,7 @@ def _pool(layer: type[net.MaxPool2d | net.AvgPool2d]) -> Callable[..., _Value]:
         averaged = layer is net.AvgPool2d and any(pads) and at.get("count_include_pad")
         r.need(not averaged, "averages over padding", "count_include_pad=0")
         ceil, choices = bool(at.get("ceil_mode")), ("valid", "auto", "floor", f"floor+{pads[0]}")
-        padding = _padding(r, (x.point.shape, size, stride, pads), choices, ceil)
+        padding = _padding(r, x.point.shape, size, stride, pads, choices, ceil)
         return r.add(x, layer(size, None if stride == size else stride, padding))
 
     return handler
@@ -275,10 +275,9 @@ def _slide(r: _Reader, x: _Value, at: Mapping[str, Any], size: int) -> tuple[int
 
 
 def _padding(
-    r: _Reader, windows: tuple[Shape, int, int, list[int]], choices: Sequence[str | int], ceil: bool = False
+    r: _Reader, shape: Shape, size: int, stride: int, pads: list[int], choices: Sequence[str | int], ceil: bool = False
 ) -> str | int:
-    """Return which of our paddings gives the windows: shape, size, stride, pads."""
-    shape, size, stride, pads = windows
+    """Return which of our paddings gives the same windows."""
     wanted = []
     for side, before, after in zip(shape[:2], pads[:2], pads[2:], strict=True):
         count, rest = divmod(side + before + after - size, stride)
@@ -426,13 +425,10 @@ def _scaled(r: _Reader, x: _Value, array: Any) -> _Value | None:
         return None
     weight, bias = (*point.parameters, np.zeros(point.shape[-1], np.float32))[:2]
     operation, array = FOLDS[operator], array.reshape(-1)
-    bias = operation(bias, array)
-    if factor:
-        weight = operation(weight, array)
-        if not point.layer.bias:
-            return replace(x, point=replace(point, parameters=(weight,)))
-    layer = replace(point.layer, bias=True)
-    return replace(x, point=replace(point, layer=layer, parameters=(weight, bias)))
+    weight = operation(weight, array) if factor else weight
+    has_bias = point.layer.bias or not factor
+    parameters = (weight, operation(bias, array)) if has_bias else (weight,)
+    return replace(x, point=replace(point, layer=replace(point.layer, bias=has_bias), parameters=parameters))
 
 
 def _join(r: _Reader, a: _Value, b: _Value) -> _Value:
