@@ -145,19 +145,19 @@ def first_line(error: Exception) -> str:
 
 
 @contextlib.contextmanager
-def refused(kind: type[CnnexpError], what: str, damaged: str | None = None) -> Iterator[None]:
+def refused(kind: type[CnnexpError], what: str, anything: str | None = None) -> Iterator[None]:
     """Raise what the operating system refuses within the block as an error of ours: what was wanted, and why not.
 
-    With `damaged`, words that end `what`, so too all that a library raises as it likes on a damaged file.
+    With `anything`, words that end `what`, so too whatever else is raised within, as libraries do on a damaged file.
     """
     try:
         yield
     except OSError as error:
         raise kind(f"{what}: {reason_of(error)}") from error
     except Exception as error:
-        if damaged is None or isinstance(error, CnnexpError):
+        if anything is None or isinstance(error, CnnexpError):
             raise
-        raise kind(f"{what}{damaged}: {first_line(error)}") from error
+        raise kind(f"{what}{anything}: {first_line(error)}") from error
 
 
 def did_you_mean(given: str, legal: Iterable[str]) -> str:

@@ -7,7 +7,7 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
-from cnnexp.errors import BackendUnavailable, NetworkError, first_line, installing
+from cnnexp.errors import BackendUnavailable, NetworkError, installing, refused
 from cnnexp.network.layers import Shape
 from cnnexp.network.models import Custom
 from cnnexp.network.reader import Found, Graph, Node, read
@@ -90,12 +90,9 @@ def _trace(module: Any, input_shape: Sequence[int]) -> tuple[Graph, dict[str, st
         import torch
     except ImportError as error:
         raise BackendUnavailable(f"from_torch: PyTorch cannot be imported ({error}); {installing('torch')}") from error
-    try:
-        given = torch.zeros(1, *input_shape)
+    given = torch.zeros(1, *input_shape)
+    with refused(NetworkError, f"from_torch: torch.export cannot trace the module on {given.shape}", ""):
         program = torch.export.export(copy.deepcopy(module).cpu().float().eval(), (given,), strict=False)
-    except Exception as error:  # whatever the module's own code or the tracing of it raises
-        said = f"torch.export cannot trace the module on {given.shape}: {first_line(error)}"
-        raise NetworkError(f"from_torch: {said}") from error
     signature = program.graph_signature
     keys = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
     nodes, constants = [], dict[str, np.ndarray]()
