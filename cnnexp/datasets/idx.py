@@ -118,7 +118,7 @@ class IdxSet(Source):
             problem = f"holds neither {names[0]} nor {names[1]}"
         except OSError as error:
             present, problem = set(), reason_of(error)
-        found = next((name for name in names if name in present), None)
+        found = next((one for one in names if one in present), None)
         if found is None:
             raise DataError(
                 f"dataset.root={shown(self.root)}: {problem}; give the folder that holds the {self.name} files, "
