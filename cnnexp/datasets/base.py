@@ -90,9 +90,8 @@ class Dataset:
     ) -> Self:
         """Check the splits, bring them to the dtypes of `Split`, and hash them.
 
-        Images may come as uint8 or as floats of any width and byte order, gray ones also as (N, H, W); labels as
-        integers of any width. DataError is raised where counts differ, a label is out of range, a pixel is not finite,
-        or a dtype or shape is not one of these.
+        Images may be uint8 or floats of any width and byte order, gray ones also (N, H, W); labels any integers.
+        DataError: another dtype or shape, counts that differ, a label out of range, a pixel that is not finite.
         """
         given = {"train": train, "test": test, "validation": validation}
         splits = {key: _checked(f"{name}, {key}", s, len(classes)) for key, s in given.items() if s is not None}

@@ -22,8 +22,7 @@ COLUMNS = ["emotion", "pixels", "Usage"]
 class Fer2013(Source):
     """The published CSV: rows of Usage Training (28,709) are trained on, PrivateTest (3,589) tested on.
 
-    `validation_size` takes the first rows of PublicTest (3,589), the set that the competition kept for that. Kaggle
-    gives the file to its users only.
+    `validation_size` takes the first rows of PublicTest (3,589). Kaggle gives the file to its users only.
     """
 
     name = "fer2013"

@@ -1,15 +1,12 @@
 """Checkpoints: all that a run needs to go on, in files that are either whole or refused.
 
 A file is a magic line, the SHA-256 of everything after it, and an npz archive of the arrays of `Program.state()` with
-a JSON record beside them. What every epoch was stands in the run's journal, and here only the SHA-256 of that, so epoch
-3,000 costs what epoch 1 did.
+a JSON record beside them. The journal has what epochs were, this only its SHA-256: epoch 3,000 costs what 1 did.
 
-Nothing is pickled, so a file runs no code, and one changed bit or missing byte anywhere is found before anything is
-read. Files are written under another name, forced to the disk and renamed, and the one before is kept: a crash at any
-moment leaves a whole checkpoint.
+Nothing is pickled, so a file runs no code, and one changed bit or missing byte is found before anything is read. Files
+are written under another name, forced to the disk and renamed, the one before kept: a crash leaves a whole checkpoint.
 
-The order of an epoch follows from the seed and the epoch's number alone (`loop.epoch_order`), so these two are the
-whole random state.
+The order of an epoch follows from seed and epoch alone (`loop.epoch_order`): these two are the whole random state.
 """
 
 import dataclasses
