@@ -139,13 +139,25 @@ def reason_of(error: OSError) -> str:
     return (error.strerror or str(error) or type(error).__name__).lower()
 
 
+def first_line(error: Exception) -> str:
+    """Return the first line of what an unexpected error says, its type where it says nothing."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:MOST_SAID]
+
+
 @contextlib.contextmanager
-def refused(kind: type[CnnexpError], what: str) -> Iterator[None]:
-    """Raise what the operating system refuses within the block as an error of ours: what was wanted, and why not."""
+def refused(kind: type[CnnexpError], what: str, anything: str | None = None) -> Iterator[None]:
+    """Raise what the operating system refuses within the block as an error of ours: what was wanted, and why not.
+
+    With `anything`, words that end `what`, so too whatever else is raised within, as libraries do on a damaged file.
+    """
     try:
         yield
     except OSError as error:
         raise kind(f"{what}: {reason_of(error)}") from error
+    except Exception as error:
+        if anything is None or isinstance(error, CnnexpError):
+            raise
+        raise kind(f"{what}{anything}: {first_line(error)}") from error
 
 
 def did_you_mean(given: str, legal: Iterable[str]) -> str:

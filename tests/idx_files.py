@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 
 from cnnexp.datasets import FashionMnist, Mnist
-from cnnexp.datasets.idx import IdxFile
 
 NAMES = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
 
@@ -42,6 +41,6 @@ def publish(monkeypatch, files: dict[str, bytes]) -> None:
     shapes = ((30, 28, 28), (30,), (10, 28, 28), (10,))
     plain = [hashlib.sha256(content).hexdigest() for content in files.values()]
     packed = [hashlib.sha256(gzip.compress(content, mtime=0)).hexdigest() for content in files.values()]
-    monkeypatch.setattr(Mnist, "files", tuple(map(IdxFile, NAMES, shapes, plain)))
-    of_fashion = zip(NAMES, shapes, packed, strict=True)
-    monkeypatch.setattr(FashionMnist, "files", tuple(IdxFile(*file, gz_sha256=digest) for *file, digest in of_fashion))
+    monkeypatch.setattr("cnnexp.datasets.idx.FORM", dict(zip(NAMES, shapes, strict=True)))
+    for source, digests in ((Mnist, plain), (FashionMnist, packed)):
+        monkeypatch.setattr(source, "sha256", tuple(digests))

@@ -13,7 +13,7 @@ from pathlib import Path
 from cnnexp.app.console import make_console
 from cnnexp.backends import BACKENDS, backend_class
 from cnnexp.datasets import DATASETS
-from cnnexp.datasets.idx import IdxSet
+from cnnexp.datasets.idx import FORM, IdxSet
 from cnnexp.errors import CnnexpError, ConfigError, installing
 from cnnexp.measuring import environment
 from cnnexp.system import child
@@ -105,5 +105,5 @@ def _around() -> Iterator[tuple[str, str]]:
     cache = Path(pooch.os_cache("cnnexp"))
     for name, source in DATASETS.items():
         if issubclass(source, IdxSet):
-            there = all((cache / name / f"{file.name}.gz").exists() for file in source.files)
+            there = all((cache / name / f"{file}.gz").exists() for file in FORM)
             yield name, f"in {cache / name}" if there else f"not yet in {cache / name}: its first use downloads it"

@@ -5,7 +5,7 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self, TypeVar
 
 import numpy as np
 
@@ -19,6 +19,7 @@ SEED = f"a whole number 0 .. {2**63 - 1}"
 
 log = logging.getLogger(__name__)
 
+Rows = TypeVar("Rows", "Split", list[Any])
 _OWN: tuple[Literal["C"], Literal["W"]] = ("C", "W")  # frameworks warn of arrays that they cannot write to
 
 
@@ -89,9 +90,8 @@ class Dataset:
     ) -> Self:
         """Check the splits, bring them to the dtypes of `Split`, and hash them.
 
-        Images may come as uint8 or as floats of any width and byte order, gray ones also as (N, H, W); labels as
-        integers of any width. DataError is raised where counts differ, a label is out of range, a pixel is not finite,
-        or a dtype or shape is not one of these.
+        Images may be uint8 or floats of any width and byte order, gray ones also (N, H, W); labels any integers.
+        DataError: another dtype or shape, counts that differ, a label out of range, a pixel that is not finite.
         """
         given = {"train": train, "test": test, "validation": validation}
         splits = {key: _checked(f"{name}, {key}", s, len(classes)) for key, s in given.items() if s is not None}
@@ -142,15 +142,15 @@ class Source:
         except RuntimeError as error:  # of `~nobody`, too
             raise ConfigError(f"dataset.{key}={value!r}: {error}") from error
 
-    def _rows(self, train: int, test: int) -> tuple[slice, slice, slice | None]:
-        """Return the rows to train, test and validate on, of splits of these lengths; raise ConfigError on too few."""
-        held = self.validation_size or 0
-        self._check_limit("validation_size", train - 1, f"the training split has {train} images, one must stay")
+    def _limited(self, train: Rows, test: Rows) -> tuple[Rows, Rows, Rows | None]:
+        """Return what to train, test and validate on, of whole splits; raise ConfigError where one is too small."""
+        count, held = len(train), self.validation_size or 0
+        self._check_limit("validation_size", count - 1, f"the training split has {count} images, one must stay")
         kept = f", {held} of which are for validation" if held else ""
-        self._check_limit("train_size", train - held, f"the training split has {train} images{kept}")
-        self._check_limit("test_size", test, f"the test split has {test} images")
-        validation = slice(train - held, train) if held else None
-        return slice(0, self.train_size or train - held), slice(0, self.test_size or test), validation
+        self._check_limit("train_size", count - held, f"the training split has {count} images{kept}")
+        self._check_limit("test_size", len(test), f"the test split has {len(test)} images")
+        validation = train[count - held :] if held else None
+        return train[: self.train_size or count - held], test[: self.test_size], validation
 
     def _check_limit(self, key: str, most: int, reason: str) -> None:
         size = getattr(self, key)
@@ -161,9 +161,7 @@ class Source:
         """Apply the limits and build."""
         _check_counts(f"{self.name}, train", train)  # before a limit hides what does not agree
         _check_counts(f"{self.name}, test", test)
-        train_rows, test_rows, validation_rows = self._rows(len(train), len(test))
-        validation = train[validation_rows] if validation_rows else None
-        return Dataset.build(self.name, train[train_rows], test[test_rows], validation, classes=classes, source=source)
+        return Dataset.build(self.name, *self._limited(train, test), classes=classes, source=source)
 
 
 def shown(path: Path | str | None) -> str:

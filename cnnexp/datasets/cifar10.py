@@ -1,8 +1,7 @@
 """`cifar10`: 60,000 photographs of ten kinds of things (Krizhevsky 2009), 32x32, in colour: the binary version.
 
 Format (A. Krizhevsky's CIFAR page): six files of records, each a byte for the label, then 1,024 bytes each of red,
-green and blue, row by row. Nothing is unpickled, and nothing in the archive is written to the disk: it is read where it
-lies.
+green and blue, row by row. Nothing is unpickled, and the archive is read where it lies: nothing goes to the disk.
 """
 
 import hashlib

@@ -22,8 +22,7 @@ COLUMNS = ["emotion", "pixels", "Usage"]
 class Fer2013(Source):
     """The published CSV: rows of Usage Training (28,709) are trained on, PrivateTest (3,589) tested on.
 
-    `validation_size` takes the first rows of PublicTest (3,589), the set that the competition kept for that. Kaggle
-    gives the file to its users only.
+    `validation_size` takes the first rows of PublicTest (3,589). Kaggle gives the file to its users only.
     """
 
     name = "fer2013"
@@ -49,13 +48,12 @@ class Fer2013(Source):
                     f"{where}: truncated or altered: {found} rows of Usage {usage}, published were {expected}; "
                     f"download it again, or take it as it is with dataset.verify=false"
                 )
-        train, test, public = splits["Training"], splits["PrivateTest"], splits["PublicTest"]
         # its validation split is a set of its own, so nothing is held back from the training split
-        train_rows, test_rows, _ = replace(self, validation_size=None)._rows(len(train), len(test))
+        unheld, public = replace(self, validation_size=None), splits["PublicTest"]
+        train, test, _ = unheld._limited(splits["Training"], splits["PrivateTest"])
         self._check_limit("validation_size", len(public), f"PublicTest has {len(public)} images")
         validation = public[: self.validation_size] if self.validation_size else None
-        used = train[train_rows], test[test_rows], validation
-        return Dataset.build(self.name, *used, classes=self.classes, source=str(self.path))
+        return Dataset.build(self.name, train, test, validation, classes=self.classes, source=str(self.path))
 
 
 def _parse(path: Path) -> dict[str, Split]:

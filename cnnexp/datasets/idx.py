@@ -12,7 +12,7 @@ import struct
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, ClassVar, NamedTuple, cast
+from typing import IO, ClassVar, cast
 
 import numpy as np
 
@@ -25,13 +25,13 @@ UNSIGNED_BYTE = 0x08
 TYPES = {UNSIGNED_BYTE: "uint8", 0x09: "int8", 0x0B: "int16", 0x0C: "int32", 0x0D: "float32", 0x0E: "float64"}
 SLACK_BYTES = 1 << 16  # more than the file unpacked, a gzipped one never has
 MAX_BYTES = 2**31  # MNIST has 47 million; a header that claims more than this is not believed
-# name, without `.gz`, and shape of each file of the sets in MNIST's form
-FORM = (
-    ("train-images-idx3-ubyte", (60_000, 28, 28)),
-    ("train-labels-idx1-ubyte", (60_000,)),
-    ("t10k-images-idx3-ubyte", (10_000, 28, 28)),
-    ("t10k-labels-idx1-ubyte", (10_000,)),
-)
+# of the sets in MNIST's form, the shape of each file, by its name without `.gz`
+FORM = {
+    "train-images-idx3-ubyte": (60_000, 28, 28),
+    "train-labels-idx1-ubyte": (60_000,),
+    "t10k-images-idx3-ubyte": (10_000, 28, 28),
+    "t10k-labels-idx1-ubyte": (10_000,),
+}
 
 
 def read_idx(path: Path, ndim: int) -> tuple[np.ndarray, str]:
@@ -88,15 +88,6 @@ def _shape(header: bytes, ndim: int) -> tuple[int, ...]:
     return shape
 
 
-class IdxFile(NamedTuple):
-    """One published file."""
-
-    name: str  # without `.gz`
-    shape: tuple[int, ...]
-    sha256: str = ""  # of the decompressed file
-    gz_sha256: str = ""
-
-
 @dataclass(frozen=True, kw_only=True, repr=False)
 class IdxSet(Source):
     """A set published as four IDX files; images uint8 (N, 28, 28, 1)."""
@@ -105,28 +96,29 @@ class IdxSet(Source):
     verify: bool = True
 
     mirrors: ClassVar[tuple[str, ...]]
-    files: ClassVar[tuple[IdxFile, ...]]  # training images, training labels, test images, test labels
+    sha256: ClassVar[tuple[str, ...]]  # of the files, in the order of `FORM`
+    gzipped: ClassVar[bool] = False  # whether those are of the gzipped files
     classes: ClassVar[tuple[str, ...]]
 
     def load(self) -> Dataset:
         read = self._download if self.root is None else self._find
-        train_images, train_labels, test_images, test_labels = (read(file) for file in self.files)
+        train_images, train_labels, test_images, test_labels = map(read, FORM, self.sha256)
         source = self.mirrors[0] if self.root is None else str(self.root)
         return self._dataset(Split(train_images, train_labels), Split(test_images, test_labels), self.classes, source)
 
-    def _download(self, file: IdxFile) -> np.ndarray:
-        most_bytes = math.prod(file.shape) + SLACK_BYTES
-        return fetch(self.name, f"{file.name}.gz", self.mirrors, lambda path: self._read(path, file), most_bytes)
+    def _download(self, name: str, sha256: str) -> np.ndarray:
+        most_bytes = math.prod(FORM[name]) + SLACK_BYTES
+        return fetch(self.name, f"{name}.gz", self.mirrors, lambda path: self._read(path, name, sha256), most_bytes)
 
-    def _find(self, file: IdxFile) -> np.ndarray:
+    def _find(self, name: str, sha256: str) -> np.ndarray:
         root = self._path("root")
-        names = (file.name, f"{file.name}.gz")
+        names = (name, f"{name}.gz")
         try:
             present = {entry.name for entry in os.scandir(root) if entry.is_file()}
             problem = f"holds neither {names[0]} nor {names[1]}"
         except OSError as error:
             present, problem = set(), reason_of(error)
-        found = next((name for name in names if name in present), None)
+        found = next((one for one in names if one in present), None)
         if found is None:
             raise DataError(
                 f"dataset.root={shown(self.root)}: {problem}; give the folder that holds the {self.name} files, "
@@ -134,25 +126,24 @@ class IdxSet(Source):
             )
         path = root / found
         try:
-            return self._read(path, file)
+            return self._read(path, name, sha256)
         except DataError as error:
-            expected = file.sha256 and f" (sha256 {file.sha256} once decompressed)"
+            expected = "" if self.gzipped else f" (sha256 {sha256} once decompressed)"
             raise DataError(f"{shown(path)}: {error}; download it again{expected}") from error
 
-    def _read(self, path: Path, file: IdxFile) -> np.ndarray:
-        """Return the file's array, or raise DataError with what is wrong with it."""
-        array, sha256 = read_idx(path, len(file.shape))
+    def _read(self, path: Path, name: str, published: str) -> np.ndarray:
+        """Return the array of a file of `FORM`, or raise DataError with what is wrong with it."""
+        shape = FORM[name]
+        array, sha256 = read_idx(path, len(shape))
         if not self.verify:
             return array
-        if array.shape != file.shape:
-            raise DataError(f"holds an array of {array.shape}, the published one is {file.shape}")
-        if file.sha256 and sha256 != file.sha256:
-            raise DataError(f"altered: its content has sha256 {sha256}, the published one {file.sha256}")
-        if file.gz_sha256 and path.suffix == ".gz" and (packed := _sha256(path)) != file.gz_sha256:
-            raise DataError(f"altered or compressed anew: it has sha256 {packed}, the published one {file.gz_sha256}")
+        if array.shape != shape:
+            raise DataError(f"holds an array of {array.shape}, the published one is {shape}")
+        if not self.gzipped and sha256 != published:
+            raise DataError(f"altered: its content has sha256 {sha256}, the published one {published}")
+        if self.gzipped and path.suffix == ".gz":
+            with path.open("rb") as file:
+                packed = hashlib.file_digest(file, "sha256").hexdigest()
+            if packed != published:
+                raise DataError(f"altered or compressed anew: it has sha256 {packed}, the published one {published}")
         return array
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -9,7 +9,7 @@ from typing import BinaryIO, ClassVar
 import numpy as np
 
 from cnnexp.datasets.base import SEED, WHOLE, Dataset, Source, Split, need_images, shown
-from cnnexp.errors import DataError, reason_of, refused
+from cnnexp.errors import DataError, refused
 from cnnexp.system.files import open_regular
 from cnnexp.system.ranges import ranged
 
@@ -47,10 +47,9 @@ class Images(Source):
             train, test = self._hold_out(_list(root, classes))
         rng = np.random.default_rng((self.seed, 1))
         train, test = ([files[i] for i in rng.permutation(len(files))] for files in (train, test))
-        train_rows, test_rows, validation_rows = self._rows(len(train), len(test))
-        read = self._read_all(train[train_rows]), self._read_all(test[test_rows])
-        validation = self._read_all(train[validation_rows]) if validation_rows else None
-        return Dataset.build(self.name, *read, validation, classes=tuple(classes), source=str(self.root))
+        train, test, held = self._limited(train, test)
+        read = self._read_all(train), self._read_all(test), self._read_all(held) if held else None
+        return Dataset.build(self.name, *read, classes=tuple(classes), source=str(self.root))
 
     def _hold_out(self, files: list[Labeled]) -> tuple[list[Labeled], list[Labeled]]:
         """Split each class by seed, at least one picture on each side."""
@@ -106,23 +105,18 @@ def decode_picture(file: BinaryIO, mode: str, name: str) -> np.ndarray:
     """
     from PIL import Image, ImageOps, UnidentifiedImageError  # only this source needs it
 
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of odd metadata, which many cameras write
-            warnings.simplefilter("error", Image.DecompressionBombWarning)
+    with refused(DataError, f"{name}: cannot be read as a picture", ""), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of odd metadata, which many cameras write
+        warnings.simplefilter("error", Image.DecompressionBombWarning)
+        try:
             with Image.open(file) as opened:
                 if opened.mode not in MODES_OF_8_BITS:
                     raise DataError(f"{name}: pixels of mode {opened.mode}; convert it to 8 bits per channel")
                 picture = ImageOps.exif_transpose(opened).convert(mode)
-    except (Image.DecompressionBombWarning, Image.DecompressionBombError) as error:
-        raise DataError(f"{name}: more than {Image.MAX_IMAGE_PIXELS} pixels, refused") from error
-    except UnidentifiedImageError as error:
-        raise DataError(f"{name}: not a picture that Pillow can read") from error
-    except DataError:
-        raise
-    except Exception as error:  # Pillow's readers raise whatever they like on a damaged file
-        reason = reason_of(error) if isinstance(error, OSError) else str(error) or type(error).__name__
-        raise DataError(f"{name}: cannot be read as a picture: {reason}") from error
+        except (Image.DecompressionBombWarning, Image.DecompressionBombError) as error:
+            raise DataError(f"{name}: more than {Image.MAX_IMAGE_PIXELS} pixels, refused") from error
+        except UnidentifiedImageError as error:
+            raise DataError(f"{name}: not a picture that Pillow can read") from error
     return np.asarray(picture, np.uint8)
 
 

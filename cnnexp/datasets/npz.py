@@ -8,7 +8,7 @@ from typing import ClassVar
 import numpy as np
 
 from cnnexp.datasets.base import MAX_CLASSES, Dataset, Source, Split, shown
-from cnnexp.errors import MOST_SAID, CnnexpError, DataError, reason_of
+from cnnexp.errors import MOST_SAID, DataError, refused
 from cnnexp.system import memory
 from cnnexp.system.files import open_regular
 from cnnexp.system.ranges import ranged
@@ -49,27 +49,19 @@ class Npz(Source):
 
     def _read(self) -> list[np.ndarray]:
         where = f"dataset.path={shown(self.path)}"
-        try:
-            with open_regular(self._path("path")) as stream:
-                if not zipfile.is_zipfile(stream):
-                    raise DataError(f"{where}: not a whole .npz file; write one with numpy.savez")
-                with zipfile.ZipFile(stream) as archive:
-                    wanted = [member for member in archive.infolist() if member.filename.removesuffix(".npy") in ARRAYS]
-                size = sum(member.file_size for member in wanted)
-                memory.need([memory.Part(f"the arrays of {where}", size, "the file's size")])
-                stream.seek(0)
-                with np.load(stream, allow_pickle=False) as file:
-                    if missing := [name for name in ARRAYS if name not in file]:
-                        found = " ".join(", ".join(file.files).split())[:MOST_SAID] or "nothing"
-                        raise DataError(f"{where}: holds no {missing[0]}, but {found}; needs {', '.join(ARRAYS)}")
-                    return [_array(file, name) for name in ARRAYS]
-        except OSError as error:
-            raise DataError(f"{where}: {reason_of(error)}") from error
-        except CnnexpError:
-            raise
-        except Exception as error:  # NumPy and zipfile raise whatever they like on a damaged file
-            reason = str(error).splitlines()[0][:MOST_SAID] if str(error) else type(error).__name__
-            raise DataError(f"{where}: damaged: {reason}") from error
+        with refused(DataError, where, ": damaged"), open_regular(self._path("path")) as stream:
+            if not zipfile.is_zipfile(stream):
+                raise DataError(f"{where}: not a whole .npz file; write one with numpy.savez")
+            with zipfile.ZipFile(stream) as archive:
+                wanted = [member for member in archive.infolist() if member.filename.removesuffix(".npy") in ARRAYS]
+            size = sum(member.file_size for member in wanted)
+            memory.need([memory.Part(f"the arrays of {where}", size, "the file's size")])
+            stream.seek(0)
+            with np.load(stream, allow_pickle=False) as file:
+                if missing := [name for name in ARRAYS if name not in file]:
+                    found = " ".join(", ".join(file.files).split())[:MOST_SAID] or "nothing"
+                    raise DataError(f"{where}: holds no {missing[0]}, but {found}; needs {', '.join(ARRAYS)}")
+                return [_array(file, name) for name in ARRAYS]
 
 
 def _array(file: Mapping[str, np.ndarray], name: str) -> np.ndarray:

@@ -2,8 +2,7 @@
 
 MNIST's digits, light on black, were scaled to fit a box of 20 pixels and put by their centre of mass into 28 x 28
 (LeCun, Bottou, Bengio and Haffner 1998, section III.A). Nobody's photographs are. What a data set did to its images is
-read from the images themselves, `describe`, and kept with the model; `prepare` does the same to a picture, and `unlike`
-says when the outcome is still not like them.
+read from them, `describe`, and kept with the model; `prepare` does it to a picture, `unlike` says what still differs.
 """
 
 from collections.abc import Mapping, Sequence

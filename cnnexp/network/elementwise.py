@@ -39,8 +39,7 @@ class Maths(NamedTuple):
 class Elementwise:
     """Base of the layers y = f(x), number by number.
 
-    A rule binds what it needs of `maths` and its own fields, as float32, to local names before it is defined: a
-    compiled target sees only those.
+    A rule first binds what it needs of `maths` and its fields, as float32, to local names: compiled code sees no more.
 
     Attributes:
         surrogate: whether the derivative is meant to be another function than that of the rule, as the gradient that
@@ -137,9 +136,6 @@ class GELU(Elementwise):
             return share + x * density * exp(-HALF * x * x)
 
         return derivative
-
-
-KINDS = (ReLU, LeakyReLU, Sigmoid, Tanh, GELU)
 
 
 def fingerprint(layer: Elementwise) -> str:

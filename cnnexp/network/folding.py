@@ -18,8 +18,7 @@ from cnnexp.network.shapes import Network, NormStage, Stage
 class Folded:
     """A network without what does nothing of its own in `predict`.
 
-    Its sources are, of each layer that has parameters, the stage of the whole network that these come from, and the
-    BatchNorm2ds that are folded into them.
+    Its sources are, of each layer with parameters, its stage in the whole network and the BatchNorm2ds folded into it.
     """
 
     network: Network

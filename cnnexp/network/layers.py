@@ -1,7 +1,6 @@
 """What a layer is: frozen specs, which hold no array and run nothing.
 
-Shapes leave out the leading number of images and are channels-last, `(H, W, C)`, the order in which castanheira
-(section 4.2) flattens.
+Shapes leave out the leading number of images and are channels-last, `(H, W, C)`, as castanheira (section 4.2) flattens.
 """
 
 from __future__ import annotations
@@ -12,8 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from cnnexp.network.elementwise import KINDS as ELEMENTWISE
-from cnnexp.network.elementwise import Elementwise
+from cnnexp.network.elementwise import GELU, Elementwise, LeakyReLU, ReLU, Sigmoid, Tanh
 from cnnexp.system.registry import Registry
 
 Shape = tuple[int, ...]
@@ -32,8 +30,7 @@ class Conv2d:
             and what does not fill a window is left out, as in PyTorch and Keras), or pixels on every side;
             `floor+PIXELS` is both, as PyTorch's `padding=PIXELS`.
         bias: whether a bias per filter is added.
-        groups: parts of the channels, each seen by a part of the filters alone; divides both. As many as channels is a
-            depthwise convolution.
+        groups: parts of the channels, each seen by a part of the filters alone; divides both. One a channel: depthwise.
         dilation: step in pixels from tap to tap of the kernel, >= 1.
     """
 
@@ -161,7 +158,7 @@ Layer = Conv2d | Elementwise | Pool | Flatten | Linear | Dropout | BatchNorm2d |
 """What stands in a network."""
 
 _KINDS: tuple[type[Layer], ...] = (
-    *(Conv2d, *ELEMENTWISE),
+    *(Conv2d, ReLU, LeakyReLU, Sigmoid, Tanh, GELU),
     *(MaxPool2d, AvgPool2d, GlobalAvgPool, Flatten, Linear, Dropout, BatchNorm2d, Residual),
 )
 LAYERS: Registry[Layer] = Registry("layer", {cls.__name__: cls for cls in _KINDS})

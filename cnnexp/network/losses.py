@@ -74,12 +74,8 @@ class Loss:
     def rule(self, outputs: int, exp: Callable, log: Callable, log1p: Callable) -> Rule:
         """Return the loss of one image, in the form that a target compiles or runs; all numbers are float32.
 
-        It is given scores (O,), the label, a factor on the gradient, and where the gradient goes (O,); and returns the
-        loss and whether the image was classified right.
-
-        Args:
-            outputs: O.
-            exp, log, log1p: of one number; `log(0)` and `log1p(-1)` are -infinity.
+        It is given scores (outputs,), the label, a factor on the gradient, and where the gradient goes (outputs,); and
+        returns the loss and whether the image was classified right. `log(0)` and `log1p(-1)` are -infinity.
         """
         weights = tuple(map(np.float32, self.class_weights or (1.0,))), bool(self.class_weights)
         match self.name:

@@ -1,7 +1,6 @@
 """Models: the papers' networks by name, and `custom`, a list of layers.
 
-Each is a frozen dataclass whose fields are the keys of its file in `conf/model/`. It holds no shapes: `network` fits it
-to a data set.
+Each is a frozen dataclass whose fields are the keys of its file in `conf/model/`; `network` fits it to a data set.
 """
 
 import logging
@@ -30,9 +29,8 @@ Padding = Literal["valid", "same", "full", "auto"] | int
 class Model:
     """Base of the models; `conf/model/<name>.yaml` explains the fields of each.
 
-    A whole number counts something, so it is at least 1 (`padding`: at least 0). A plugin's own default may be smaller,
-    and is the least then. A model may have the fields `loss_name` and `label_smoothing`, see `Loss`; without them it is
-    trained with softmax and cross entropy.
+    A whole number counts something, so it is at least 1 (`padding`: 0), or a plugin's own default that is smaller. A
+    model may have the fields `loss_name` and `label_smoothing`, see `Loss`; without them it has softmax cross entropy.
     """
 
     def __post_init__(self) -> None:
@@ -202,8 +200,7 @@ class MobileNet(Model):
     """A MobileNet (Howard et al. 2017) for small images: depthwise separable convolutions.
 
     A convolution, then three groups of `blocks` separable ones, each a depthwise 3 x 3 and a 1 x 1 convolution with
-    batch normalization and ReLU after both, then the mean of every channel and a linear layer. The second and the third
-    group halve the image.
+    batch normalization and ReLU after both, the mean of every channel, a linear layer. Groups 2 and 3 halve the image.
     """
 
     blocks: int = 2

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from cnnexp.errors import MOST_SAID, BackendUnavailable, DataError, NetworkError, installing, reason_of
+from cnnexp.errors import BackendUnavailable, DataError, NetworkError, installing, refused
 from cnnexp.network.reader import HANDLERS, Graph, Node
 from cnnexp.system.files import open_regular, read_regular, read_up_to
 
@@ -27,7 +27,7 @@ def load(path: str) -> Graph:
         import onnx
     except ImportError as error:
         raise BackendUnavailable(f"{source}: ONNX cannot be imported ({error}); {installing('onnx')}") from error
-    try:
+    with refused(DataError, source, ": no whole ONNX file"):
         model = onnx.load_model_from_string(read_regular(Path(path), MOST_BYTES))
         for opset in model.opset_import:
             newest = onnx.defs.onnx_opset_version()
@@ -37,13 +37,6 @@ def load(path: str) -> Graph:
         if all(node.operator in HANDLERS for node in graph.nodes):  # else `read` names the one that is not
             onnx.checker.check_model(model)
         return graph
-    except OSError as error:
-        raise DataError(f"{source}: {reason_of(error)}") from error
-    except (DataError, NetworkError):
-        raise
-    except Exception as error:  # protobuf, the checker and NumPy raise whatever they like on a damaged file
-        said = (str(error).strip().splitlines() or [type(error).__name__])[0][:MOST_SAID]
-        raise DataError(f"{source}: no whole ONNX file: {said}") from error
 
 
 def _graph(graph: Any, source: str, folder: Path) -> Graph:

@@ -204,10 +204,6 @@ class _Reader:
         return self.add(x, net.GELU())
 
 
-def _itself(x: Any) -> Any:
-    return x
-
-
 def _short(number: float) -> float:
     """Return 0.1 for the 0.10000000149 that float32 makes of it."""
     return float(f"{number:.6g}")
@@ -242,7 +238,7 @@ def _convolve(r: _Reader, x: Any, weight: Any, bias: Any = None, **at: Any) -> _
     reach = dilations[0] * (weight.shape[2] - 1) + 1
     stride, pads = _slide(r, x, at, reach)
     choices = ("valid", "same", pads[0], "auto", "full", "floor", f"floor+{pads[0]}")
-    padding = _padding(r, (x.point.shape, reach, stride, pads), choices)
+    padding = _padding(r, x.point.shape, reach, stride, pads, choices)
     biases = () if bias is None else (r.constant(bias),)
     layer = net.Conv2d(weight.shape[0], weight.shape[2], stride, padding, bool(biases), group, dilations[0])
     return r.add(x, layer, (weight.transpose(2, 3, 1, 0), *biases))
@@ -261,7 +257,7 @@ def _pool(layer: type[net.MaxPool2d | net.AvgPool2d]) -> Callable[..., _Value]:
         averaged = layer is net.AvgPool2d and any(pads) and at.get("count_include_pad")
         r.need(not averaged, "averages over padding", "count_include_pad=0")
         ceil, choices = bool(at.get("ceil_mode")), ("valid", "auto", "floor", f"floor+{pads[0]}")
-        padding = _padding(r, (x.point.shape, size, stride, pads), choices, ceil)
+        padding = _padding(r, x.point.shape, size, stride, pads, choices, ceil)
         return r.add(x, layer(size, None if stride == size else stride, padding))
 
     return handler
@@ -279,10 +275,9 @@ def _slide(r: _Reader, x: _Value, at: Mapping[str, Any], size: int) -> tuple[int
 
 
 def _padding(
-    r: _Reader, windows: tuple[Shape, int, int, list[int]], choices: Sequence[str | int], ceil: bool = False
+    r: _Reader, shape: Shape, size: int, stride: int, pads: list[int], choices: Sequence[str | int], ceil: bool = False
 ) -> str | int:
-    """Return which of our paddings gives the windows: shape, size, stride, pads."""
-    shape, size, stride, pads = windows
+    """Return which of our paddings gives the same windows."""
     wanted = []
     for side, before, after in zip(shape[:2], pads[:2], pads[2:], strict=True):
         count, rest = divmod(side + before + after - size, stride)
@@ -408,7 +403,7 @@ def _compute(r: _Reader, *given: Any) -> _Value:
             return scaled
     fits = all(x.size == 1 for x in given if isinstance(x, np.ndarray)) and len({id(x.point) for x in values}) == 1
     r.need(fits, "arithmetic of branches or with a vector", "Add of a branch and its own input, or of a bias")
-    rules = [(x.rule or _itself) if isinstance(x, _Value) else lambda _, x=x: float(x.item()) for x in given]
+    rules = [(x.rule or (lambda v: v)) if isinstance(x, _Value) else lambda _, x=x: float(x.item()) for x in given]
     operation = FOLDS[r.node.operator]
     return replace(values[0], rule=lambda v: operation(*(rule(v) for rule in rules)))
 
@@ -430,13 +425,10 @@ def _scaled(r: _Reader, x: _Value, array: Any) -> _Value | None:
         return None
     weight, bias = (*point.parameters, np.zeros(point.shape[-1], np.float32))[:2]
     operation, array = FOLDS[operator], array.reshape(-1)
-    bias = operation(bias, array)
-    if factor:
-        weight = operation(weight, array)
-        if not point.layer.bias:
-            return replace(x, point=replace(point, parameters=(weight,)))
-    layer = replace(point.layer, bias=True)
-    return replace(x, point=replace(point, layer=layer, parameters=(weight, bias)))
+    weight = operation(weight, array) if factor else weight
+    has_bias = point.layer.bias or not factor
+    parameters = (weight, operation(bias, array)) if has_bias else (weight,)
+    return replace(x, point=replace(point, layer=replace(point.layer, bias=has_bias), parameters=parameters))
 
 
 def _join(r: _Reader, a: _Value, b: _Value) -> _Value:
@@ -486,7 +478,8 @@ VIEWS = ("Cast", "Identity", "Reshape", "Shape", "Squeeze", "Transpose", "Unsque
 FOLDS: Mapping[str, Callable[..., Any]] = {
     **{"Add": np.add, "Sub": np.subtract, "Mul": np.multiply, "Div": np.divide},
     **{"Erf": np.vectorize(math.erf, [float]), "Gather": np.take, "Concat": lambda *a, axis: np.concatenate(a, axis)},
-    **{"Cast": lambda a, **_: a, "Identity": _itself, "Reshape": lambda a, shape, **_: a.reshape(shape)},
+    **dict.fromkeys(("Cast", "Identity"), lambda a, **_: a),
+    "Reshape": lambda a, shape, **_: a.reshape(shape),
     **{"ConstantOfShape": lambda shape, value=0: np.broadcast_to(np.ravel(value)[0], tuple(shape)), "Slice": _cut},
     "Shape": lambda a, **_: np.array(a.shape),
     "Squeeze": lambda a, axes: np.squeeze(a, tuple(axes.ravel())),

@@ -255,8 +255,7 @@ class Network:
     def initial_parameters(self, seed: int) -> np.ndarray:
         """Draw the flat float32 parameters, U(-1/sqrt(fan_in), 1/sqrt(fan_in)): PyTorch's rule for these layers.
 
-        Scales of a BatchNorm2d are 1 and shifts 0. The draw depends on the seed and the shapes alone, so it is the same
-        on every backend.
+        Scales of a BatchNorm2d are 1 and shifts 0. Seed and shapes alone decide, so every backend begins with the same.
         """
         rng = np.random.default_rng(seed)
         flat = np.empty(self.parameter_count, np.float32)

@@ -7,7 +7,7 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
-from cnnexp.errors import MOST_SAID, BackendUnavailable, NetworkError, installing
+from cnnexp.errors import BackendUnavailable, NetworkError, installing, refused
 from cnnexp.network.layers import Shape
 from cnnexp.network.models import Custom
 from cnnexp.network.reader import Found, Graph, Node, read
@@ -90,12 +90,9 @@ def _trace(module: Any, input_shape: Sequence[int]) -> tuple[Graph, dict[str, st
         import torch
     except ImportError as error:
         raise BackendUnavailable(f"from_torch: PyTorch cannot be imported ({error}); {installing('torch')}") from error
-    try:
-        given = torch.zeros(1, *input_shape)
+    given = torch.zeros(1, *input_shape)
+    with refused(NetworkError, f"from_torch: torch.export cannot trace the module on {given.shape}", ""):
         program = torch.export.export(copy.deepcopy(module).cpu().float().eval(), (given,), strict=False)
-    except Exception as error:  # whatever the module's own code or the tracing of it raises
-        said = (str(error).strip().splitlines() or [type(error).__name__])[0][:MOST_SAID]
-        raise NetworkError(f"from_torch: torch.export cannot trace the module on {given.shape}: {said}") from error
     signature = program.graph_signature
     keys = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
     nodes, constants = [], dict[str, np.ndarray]()
@@ -134,18 +131,14 @@ def _translate(node: Any) -> tuple[str, Sequence[Any], dict[str, Any]]:
 
 def _window(a: Mapping[str, Any]) -> dict[str, Any]:
     """Return a window as ONNX says it; PyTorch gives one number where both sides are alike."""
-
-    def both(key: str) -> list[int]:
-        return [a[key][0], a[key][-1]]
-
-    if isinstance(a["padding"], str):
-        pads: dict[str, Any] = {"auto_pad": "SAME_UPPER"} if a["padding"] == "same" else {}
-    else:
-        pads = {"pads": both("padding") * 2}
-    size = both("kernel_size") if "kernel_size" in a else []
-    strides = both("stride") if a["stride"] else size
-    dilations = both("dilation") if "dilation" in a else [1, 1]
-    return {**pads, "kernel_shape": size, "strides": strides, "dilations": dilations, "ceil_mode": a.get("ceil_mode")}
+    names = {"kernel_size": "kernel_shape", "dilation": "dilations", "stride": "strides"}
+    window: dict[str, Any] = {name: [a[key][0], a[key][-1]] for key, name in names.items() if a.get(key)}
+    window.setdefault("strides", window.get("kernel_shape"))
+    if not isinstance(a["padding"], str):
+        window["pads"] = [a["padding"][0], a["padding"][-1]] * 2
+    elif a["padding"] == "same":
+        window["auto_pad"] = "SAME_UPPER"
+    return {**window, "ceil_mode": a.get("ceil_mode")}
 
 
 def _pads(sides: Sequence[int]) -> list[int]:

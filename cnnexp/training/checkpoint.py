@@ -1,15 +1,12 @@
 """Checkpoints: all that a run needs to go on, in files that are either whole or refused.
 
 A file is a magic line, the SHA-256 of everything after it, and an npz archive of the arrays of `Program.state()` with
-a JSON record beside them. What every epoch was stands in the run's journal, and here only the SHA-256 of that, so epoch
-3,000 costs what epoch 1 did.
+a JSON record beside them. The journal has what epochs were, this only its SHA-256: epoch 3,000 costs what 1 did.
 
-Nothing is pickled, so a file runs no code, and one changed bit or missing byte anywhere is found before anything is
-read. Files are written under another name, forced to the disk and renamed, and the one before is kept: a crash at any
-moment leaves a whole checkpoint.
+Nothing is pickled, so a file runs no code, and one changed bit or missing byte is found before anything is read. Files
+are written under another name, forced to the disk and renamed, the one before kept: a crash leaves a whole checkpoint.
 
-The order of an epoch follows from the seed and the epoch's number alone (`loop.epoch_order`), so these two are the
-whole random state.
+The order of an epoch follows from seed and epoch alone (`loop.epoch_order`): these two are the whole random state.
 """
 
 import dataclasses
@@ -28,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from cnnexp.backends.protocol import State
-from cnnexp.errors import MOST_SAID, CheckpointError, refused
+from cnnexp.errors import CheckpointError, first_line, refused
 from cnnexp.network import Network
 from cnnexp.network.layers import describe_layer, make_layer
 from cnnexp.network.losses import Loss, Totals
@@ -131,7 +128,6 @@ def describe(
     """Return what decides a training run's numbers, as plain values by name.
 
     Keys that checkpoints had not from the first are left out at their defaults: those of an earlier version go on.
-
     Backend and workers are not in it, nor is the number of epochs: a run may go on for longer.
     """
     optimized = dataclasses.asdict(optimizer)
@@ -172,8 +168,8 @@ def load(path: Path) -> Checkpoint:
         return _decode(content)
     except Exception as error:
         # the digest is right, so it was written so, by something else than us: whatever reading it raises
-        reason = (str(error).splitlines() or [type(error).__name__])[0][:MOST_SAID]
-        raise CheckpointError(f"checkpoint {path}: not as cnnexp writes it: {reason}{_another(path)}") from error
+        damage = f"not as cnnexp writes it: {first_line(error)}"
+        raise CheckpointError(f"checkpoint {path}: {damage}{_another(path)}") from error
 
 
 def take_history(checkpoint: Checkpoint, results: Mapping[int, Mapping[str, Any] | None], path: Path) -> Checkpoint:
