@@ -54,8 +54,6 @@ POLL_S = 1.0  # a journal is looked into as often where nobody asks for it, and 
 RETRY_S = 10.0  # after a failure, no sooner than this
 NEW_S = 5.0  # of an epoch that ended longer ago, nobody knows how much of the machine was in use
 HOLD_S = 2.0  # as long may the start of a training hold up the loading of libraries
-PARAMS_PER_CALL = 100  # MLflow's limits on one batch
-METRICS_PER_CALL = 1000
 PARENT = "mlflow.parentRunId"  # tag: the run of the sweep that a run is a job of
 EXPERIMENT_TAGS = {"mlflow.experimentKind": "custom_model_development"}  # the page opens on runs, not on GenAI traces
 DATABASE_LINE = re.compile(r"\([\w.]*(?:Error|Exception)\) .*")  # as SQLAlchemy quotes its driver
@@ -202,8 +200,7 @@ class Store:
                     self._client.delete_tag(run_id, "error")
             there = found.data.params if found else {}  # what it has not been given before
             entries = [Param(key, value) for key, value in params.items() if key not in there]
-            for start in range(0, len(entries), PARAMS_PER_CALL):
-                self._client.log_batch(run_id, params=entries[start : start + PARAMS_PER_CALL])
+            self._client.log_batch(run_id, params=entries)
             if dataset is not None and not (found and found.inputs and found.inputs.dataset_inputs):
                 self._client.log_inputs(run_id, [_dataset_input(dataset)])
         return run_id
@@ -222,13 +219,14 @@ class Store:
                 is_new = epoch == journal.unsent[-1] and _now_ms() - entry["time_ms"] < NEW_S * 1000
                 used = _used_since_last(self._owner) if is_new else {}
                 metrics += _metrics({**entry["metrics"], **used}, epoch, entry["time_ms"])
-            self._send(run_id, metrics)
+            self._client.log_batch(run_id, metrics)
             journal.unsent.clear()
             if facts["model"] is not None:
                 self._save_model(run_id, folder, facts["model"])
                 facts["model"] = None
             if has_ended or facts["status"] != DIED:
-                self._send(run_id, _metrics(facts["metrics"], 0, facts["time_ms"]) if journal.has_results else [])
+                if journal.has_results:
+                    self._client.log_batch(run_id, _metrics(facts["metrics"], 0, facts["time_ms"]))
                 died = facts["status"] == DIED
                 status, tags = _how_died(begin["tags"]) if died else (facts["status"], facts["tags"])
                 left = {**ARTIFACTS, **dict(facts["artifacts"])}
@@ -330,10 +328,6 @@ class Store:
                 self._client.delete_run(made)  # a server cannot be locked: who was first stays
             return found, found.info.run_id
 
-    def _send(self, run_id: str, metrics: Sequence[Metric]) -> None:
-        for start in range(0, len(metrics), METRICS_PER_CALL):
-            self._client.log_batch(run_id, metrics=metrics[start : start + METRICS_PER_CALL])
-
     def _end_stale_runs(self) -> None:
         """End runs whose process and recorder were both killed, here or elsewhere: as their journals say, if they can.
 
@@ -360,7 +354,7 @@ class Store:
 
 
 class _RetryingClient:
-    """A client of MLflow's whose every call, a transaction each, waits until a locked database is free."""
+    """A client of MLflow's whose every call waits until a locked database is free; to repeat one does no harm."""
 
     def __init__(self, client: MlflowClient, owner: int) -> None:
         self._client, self._owner = client, owner
