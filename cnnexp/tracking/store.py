@@ -57,9 +57,7 @@ HOLD_S = 2.0  # as long may the start of a training hold up the loading of libra
 PARENT = "mlflow.parentRunId"  # tag: the run of the sweep that a run is a job of
 EXPERIMENT_TAGS = {"mlflow.experimentKind": "custom_model_development"}  # the page opens on runs, not on GenAI traces
 DATABASE_LINE = re.compile(r"\([\w.]*(?:Error|Exception)\) .*")  # as SQLAlchemy quotes its driver
-FILES = ("config.json", "report.md", "predictions.npz", "profile.json")
-# what a run leaves in its folder -> the folder among its artifacts
-ARTIFACTS = {**dict.fromkeys(FILES), "figures": "figures", "checkpoints": "checkpoints"}
+ARTIFACTS = ("config.json", "report.md", "predictions.npz", "profile.json", "figures", "checkpoints")  # of a folder
 DIGEST_LENGTH = 36  # MLflow's limit
 
 
@@ -229,8 +227,8 @@ class Store:
                     self._client.log_batch(run_id, _metrics(facts["metrics"], 0, facts["time_ms"]))
                 died = facts["status"] == DIED
                 status, tags = _how_died(begin["tags"]) if died else (facts["status"], facts["tags"])
-                left = {**ARTIFACTS, **dict(facts["artifacts"])}
-                artifacts = [(str(folder / name), target) for name, target in left.items() if (folder / name).exists()]
+                names = dict.fromkeys([*ARTIFACTS, *dict(facts["artifacts"])])
+                artifacts = [str(folder / name) for name in names if (folder / name).exists()]
                 tags = view.illustrated(tags, run_id, folder)
                 self.finish(run_id, "FAILED" if status == LACKING else status, tags, artifacts)
                 self._followed.pop(str(folder), None)
@@ -255,16 +253,13 @@ class Store:
         self._client.finalize_logged_model(logged.model_id, "READY")
         self._client.log_outputs(run_id, [LoggedModelOutput(logged.model_id, model["step"])])
 
-    def finish(
-        self, run_id: str, status: str, tags: Mapping[str, str], artifacts: Sequence[tuple[str, str | None]] = ()
-    ) -> None:
-        """End a run as FINISHED, FAILED or KILLED, with more tags, and files and folders as artifacts in a folder."""
+    def finish(self, run_id: str, status: str, tags: Mapping[str, str], artifacts: Sequence[str] = ()) -> None:
+        """End a run as FINISHED, FAILED or KILLED, with more tags, and files and whole folders as artifacts."""
         with self._explained("stopped answering"):
             for key, value in tags.items():
                 self._client.set_tag(run_id, key, value)
-            for path, target in artifacts:
-                log = self._client.log_artifacts if Path(path).is_dir() else self._client.log_artifact
-                log(run_id, path, target)
+            for path in artifacts:
+                self._client.log_artifact(run_id, path)  # a folder keeps its name
             self._client.set_terminated(run_id, status)
         gc.collect()  # of a run; see `main`
 

@@ -130,7 +130,7 @@ def page(tmp_path_factory, new_store):
         figure = folder / backend / view.CURVES
         figures.save(figures.curves([{"epoch": 1, "test/loss": 1.0, "test/accuracy": accuracy}]), figure)
         note = view.illustrated({view.NOTE: "fast"}, run_id, folder / backend)
-        recorded.finish(run_id, "FINISHED", note, [(str(figure), "figures")])
+        recorded.finish(run_id, "FINISHED", note, [str(figure.parent)])
     recorded.finish(parent, "FINISHED", {})
     opened = folder / "opened"
     opener = folder / "opener"
