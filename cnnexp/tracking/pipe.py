@@ -100,14 +100,10 @@ class Recorder:
 
     def check(self) -> None:
         """Raise TrackingError where there is no store at the address, as far as can be seen without MLflow."""
-        from cnnexp.tracking.address import database_of, need_answer, need_database
+        from cnnexp.tracking.address import need_store
 
-        uri = self._opening["uri"]
         try:
-            need_answer(uri)
-            if uri.startswith("sqlite"):
-                database_of(uri).parent.mkdir(parents=True, exist_ok=True)
-                need_database(uri, wait_s=0.0)
+            need_store(self._opening["uri"], wait_s=0.0)
         except (OSError, sqlite3.Error) as error:
             if "locked" not in str(error):  # it is there, and busy
                 raise TrackingError(f"{self._store}: cannot be opened: {error}") from error

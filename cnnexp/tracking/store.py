@@ -26,7 +26,6 @@ import shutil
 import sys
 import threading
 import time
-import types
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import metadata
@@ -40,7 +39,7 @@ from cnnexp.errors import ConfigError, TrackingError, refused, without_secrets
 from cnnexp.measuring import environment
 from cnnexp.system.files import sync_folder
 from cnnexp.tracking import liveness, view
-from cnnexp.tracking.address import alone, artifact_location, database_of, need_answer, need_database, sqlite_uri
+from cnnexp.tracking.address import alone, artifact_location, database_of, need_store, sqlite_uri
 from cnnexp.tracking.events import DIED, EXAMPLE, FOLDER, JOURNAL, KEY, LACKING, MODEL, Journal, note, open_journal
 from cnnexp.tracking.folder import RECORDER, RunLock
 
@@ -84,14 +83,13 @@ class Store:
         self._beat_at = 0.0
         _used_since_last(self._owner)  # the next call returns what is used from now on
         with self._explained("cannot be opened"):
-            need_answer(uri)
             _retry(self._owner, self._open, experiment)
             self._end_stale_runs()
 
     def _open(self, experiment: str) -> None:
+        need_store(self._uri)
         from mlflow.tracking import MlflowClient
 
-        need_database(self._uri)
         with alone(self._uri):
             _make(self._uri)
             client = MlflowClient(tracking_uri=self._uri, registry_uri=self._uri)
@@ -476,7 +474,7 @@ def _load(database: bool = False) -> None:
     """Load the libraries while the other process loads its own, before it knows which store it is to be."""
     # MLflow then does as where they are not installed, and loads in two thirds of the time; nothing here needs them
     for absent in ("pandas", "pyarrow"):
-        sys.modules.setdefault(absent, cast(types.ModuleType, None))
+        sys.modules.setdefault(absent, cast(Any, None))
     importlib.import_module("mlflow.tracking")
     if database:
         importlib.import_module("mlflow.store.tracking.sqlalchemy_store")
