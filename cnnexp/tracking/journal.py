@@ -95,7 +95,7 @@ class Record(ABC):
         self._key = begun["key"] if same else uuid.uuid4().hex
         # what is recorded of an epoch stays, though it may be trained again: its checkpoint may not have been written
         self._known = before.epochs if same else {}
-        self._noted = set(self._known) if goes_on else set[int]()
+        self._missing = {} if goes_on else self._known  # of them in this journal
         self._journal = open_journal(self.folder / JOURNAL, goes_on)
         facts = {"overrides": list(overrides), "config": config, "config_hash": self._hash, "contended": contended}
         note(self._journal, "job", schema=events.SCHEMA, kind=self.kind, name=self.name, **facts)
@@ -223,9 +223,8 @@ class Run(Record, Observer, contextlib.AbstractContextManager["Run"]):
         sizes = {name: len(split.labels) for name, split in splits.items() if split is not None}
         described = {"name": dataset.name, "sha256": dataset.sha256, "source": dataset.source, "profile": sizes}
         self._begin(tags, flatten(self._config), dataset=described, parent=self._parent)
-        for epoch in sorted(self._known.keys() - self._noted):  # for who goes on with this one, should it end untrained
-            note(self._journal, "epoch", epoch=epoch, **self._known[epoch])
-        self._noted = set(self._known)
+        for epoch, entry in sorted(self._missing.items()):  # for who goes on with this one, should it end untrained
+            note(self._journal, "epoch", epoch=epoch, **entry)
         if self._recorder is not None:
             (self.folder / CONFIG).write_text(json.dumps(self._config, indent=2) + "\n", encoding="utf-8")
         self._follow()
@@ -277,10 +276,9 @@ class Run(Record, Observer, contextlib.AbstractContextManager["Run"]):
         self._follow()
 
     def _note_epoch(self, result: EpochResult) -> None:
-        """Write an epoch into the journal, once."""
-        if result.epoch in self._noted:
+        """Write an epoch into the journal, unless it is there from before."""
+        if result.epoch in self._known:
             return
-        self._noted.add(result.epoch)
         metrics, time_ms = epoch_metrics(result, self.contended), int(time.time() * 1000)
         if scored := len(result.scores):
             test = self._dataset.test.labels[:scored]
