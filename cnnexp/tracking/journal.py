@@ -47,6 +47,8 @@ MOST_REASONS = 2  # that a verdict gives for a speedup; `cnnexp explain` gives a
 class Record(ABC):
     """The journal of a folder, a run's or a sweep's, and the recorder that brings the store up to it.
 
+    ConfigError is raised where another run is in the folder now, or it holds one that is not `earlier`.
+
     Args:
         folder: where the journal, the figures and the model go; made here, and locked until the end of the record.
         config: the resolved config, section -> key -> value, with secrets left out.
@@ -56,9 +58,6 @@ class Record(ABC):
         contended: whether other runs compute at the same time; then no speedup is claimed.
         earlier: the folder of the run that this one goes on with, perhaps its own, whose journal is then continued;
             where the config is the same, the MLflow run goes on, too.
-
-    Raises:
-        ConfigError: another run is in the folder now, or the folder holds one that is not `earlier`.
     """
 
     kind, key = events.RUN, "hydra.run.dir"  # of the config: names the folder
@@ -95,7 +94,7 @@ class Record(ABC):
         self._key = begun["key"] if same else uuid.uuid4().hex
         # what is recorded of an epoch stays, though it may be trained again: its checkpoint may not have been written
         self._known = before.epochs if same else {}
-        self._missing = {} if goes_on else self._known  # of them in this journal
+        self._missing = {} if goes_on else self._known  # of them, what this journal lacks
         self._journal = open_journal(self.folder / JOURNAL, goes_on)
         facts = {"overrides": list(overrides), "config": config, "config_hash": self._hash, "contended": contended}
         note(self._journal, "job", schema=events.SCHEMA, kind=self.kind, name=self.name, **facts)
@@ -200,11 +199,7 @@ class Run(Record, Observer, contextlib.AbstractContextManager["Run"]):
         return self._skipped
 
     def begin(self, dataset: Dataset, network: Network, backend: Backend, workers: int = 1) -> None:
-        """Begin the record, once the data is there and the backend made.
-
-        Raises:
-            TrackingError: there is no store at the recorder's address, or it does not answer.
-        """
+        """Begin the record, once data and backend are made; raise TrackingError where no store is there or answers."""
         if self._recorder is not None:
             self._recorder.check()
         self._dataset, self.epochs, self.parts = dataset, [], {}
@@ -230,10 +225,9 @@ class Run(Record, Observer, contextlib.AbstractContextManager["Run"]):
         self._follow()
 
     def wait(self) -> None:
-        """Have the recorder keep still for a while, where it is not ready, so that nothing but training runs.
+        """Have a recorder that is not ready keep still for a while, so that nothing but training runs.
 
-        Raises:
-            TrackingError: the store is known by now to be one that cannot be opened or written.
+        TrackingError is raised where the store is known by now to be one that cannot be opened or written.
         """
         if self._recorder is not None and (look := self._follow()) is not None:
             if not look.done():
@@ -398,8 +392,7 @@ def holds_run(folder: Path) -> bool:
 def save_epochs(folder: Path, epochs: Sequence[EpochResult]) -> None:
     """Write the journal of epochs that were trained without one, for checkpoints in the folder to go on from.
 
-    Raises:
-        CheckpointError: the folder holds a run's journal, or cannot be written.
+    CheckpointError is raised where the folder holds a run's journal, or cannot be written.
     """
     with refused(CheckpointError, f"{folder / JOURNAL}: cannot be written"):
         if Journal(folder).read()["config"]:

@@ -39,10 +39,7 @@ _early: list[subprocess.Popen[str]] = []
 
 
 def start_early(database: bool = True) -> None:
-    """Start the process of the first `Recorder` to come, which then finds it with its libraries loaded.
-
-    Those of a database, too, where its store will be one as far as is known by now.
-    """
+    """Start the process of the first `Recorder` to come; it loads its libraries, those of a `database` where told."""
     with contextlib.suppress(OSError):  # none can be started now; the recorder says so
         _early.append(_start_process(database))
 
@@ -80,14 +77,11 @@ class Recorder:
         self._start()
 
     def follow(self, folder: Path) -> Future[Any]:
-        """Have the recorder look into the journal of a folder, and give it a moment for what is new there.
+        """Have the recorder look into a folder's journal; return what will have the run's id, of the last such look.
 
-        So it does not compute beside what is timed next. A store that once takes longer than `FLUSH_S` is not waited
-        for again. Where a look is under way this one is left out: the recorder looks by itself each second. Returns
-        what will have the id of the run, of the last look that was asked for.
-
-        Raises:
-            TrackingError: none can be started.
+        It gets a moment for what is new there, so as not to compute beside what is timed next, but no more once a store
+        has taken longer than `FLUSH_S`. While a look is under way none is asked for: the recorder looks each second.
+        TrackingError is raised where none can be started.
         """
         look = self._look if self._folder == folder else None
         if look is None or look.done():

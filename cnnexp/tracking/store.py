@@ -1,10 +1,9 @@
 """The MLflow store, and the process that brings it up to journals: the only file that imports mlflow.
 
-Importing MLflow takes longer than a short training, so it happens in a process of its own, which `pipe` starts before
-Hydra, the data and the compiler load: `python -m cnnexp.tracking.store`. It reads one call a line, `[id, name,
-arguments]` as JSON, and answers calls that have an id with `[id, value, error]`. What it records of runs it reads from
-their journals, which grow meanwhile: training never waits for a slow store. A training process that is killed outright
-leaves no run RUNNING: its end closes the pipe.
+Importing MLflow takes longer than a short training, so it happens in a process of its own, which `pipe` starts first.
+It reads one call a line, `[id, name, arguments]` as JSON, and answers those with an id by `[id, value, error]`. What it
+records of runs it reads from their journals. Where a training process is killed, the end of the pipe says so, and no
+run stays RUNNING.
 """
 
 from __future__ import annotations
@@ -71,10 +70,8 @@ class _Followed(Journal):
 class Store:
     """Runs of one experiment, made where it does not exist, in one MLflow store, its address of `store_uri`.
 
-    The owner is the process whose runs these are, our parent; None is this one.
-
-    Raises:
-        TrackingError: the store cannot be opened, with the reason, in a few seconds.
+    The owner is the process whose runs these are, our parent; None is this one. Where the store cannot be opened, read
+    or written, TrackingError says why, in a few seconds.
     """
 
     def __init__(self, uri: str, experiment: str, owner: int | None = None) -> None:
@@ -100,9 +97,6 @@ class Store:
         """Bring the store up to the journal of a folder, as far as it is written; `look` does so from now on.
 
         Not `now`: not soon after the last time, or after a failure. Returns the run's id, None before it begins.
-
-        Raises:
-            TrackingError: the store cannot be written; all is in the journal.
         """
         if self._owner not in (os.getpid(), os.getppid()):
             return self.sync(folder)  # another process may have begun to go on with the run
@@ -119,9 +113,6 @@ class Store:
         """Bring the store up to the journal of a run or a sweep that has ended, however it ended; return its id.
 
         None where there is nothing to send: it runs, is gone on with in another folder, or recorded nothing.
-
-        Raises:
-            TrackingError: the store cannot be written.
         """
         where = Path(folder).resolve()
         self._followed.pop(folder, None)
@@ -171,12 +162,10 @@ class Store:
     ) -> str:
         """Start a run, or go on with the one of this key, which keeps what it has; return its id.
 
-        Args:
-            name, params, tags, dataset, key: as a journal's `begin` has them; facts of the machine and the code are
-                added to the tags of a live run.
-            parent: what the sweep's run is begun with: whoever comes first makes it; or its id, as journals before
-                `SCHEMA` 3 have it.
-            is_live: whether our owner runs it, and has not only found its journal.
+        Args, beside those of a journal's `begin`:
+            parent: what the sweep's run is begun with, made by who comes first; its id in journals before `SCHEMA` 3.
+            is_live: whether our owner runs it, and has not only found its journal; then facts of the machine and the
+                code are among its tags.
         """
         from mlflow.entities import Param
 
