@@ -325,7 +325,7 @@ class Run(Record, Observer, contextlib.AbstractContextManager["Run"]):
             if self.interference.known:
                 self.tags[events.DISTURBED] = str(self.interference.disturbed).lower()
         conditions = self.contended, self.interference, self.parts, self.course
-        self.verdict = verdict.run_rows(self.epochs, self.metrics, baseline, *conditions)
+        self.verdict = list(verdict.run_rows(self.epochs, self.metrics, baseline, *conditions))
         if target is not None:
             self.verdict.append(("target", verdict.to_target(target, self.metrics)))
         if self.profile is not None:
