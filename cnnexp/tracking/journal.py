@@ -202,6 +202,7 @@ class Run(Record, Observer, contextlib.AbstractContextManager["Run"]):
         """Begin the record, once data and backend are made; raise TrackingError where no store is there or answers."""
         if self._recorder is not None:
             self._recorder.check()
+            (self.folder / CONFIG).write_text(json.dumps(self._config, indent=2) + "\n", encoding="utf-8")
         self._dataset, self.epochs, self.parts = dataset, [], {}
         self.metrics["model/parameters"] = network.parameter_count
         tags = {
@@ -220,8 +221,6 @@ class Run(Record, Observer, contextlib.AbstractContextManager["Run"]):
         self._begin(tags, flatten(self._config), dataset=described, parent=self._parent)
         for epoch, entry in sorted(self._missing.items()):  # for who goes on with this one, should it end untrained
             note(self._journal, "epoch", epoch=epoch, **entry)
-        if self._recorder is not None:
-            (self.folder / CONFIG).write_text(json.dumps(self._config, indent=2) + "\n", encoding="utf-8")
         self._follow()
 
     def wait(self) -> None:
