@@ -119,9 +119,8 @@ class Recorder:
     def call(self, method: str, /, within_s: float | None = None, **arguments: Any) -> Any:
         """Call a method of `store.Store` and return its value; where the recorder dies of it, another one is asked.
 
-        Raises:
-            NoAnswerYet: the store is silent for `within_s`; None waits until it is called dead.
-            TrackingError: the method raised, the recorder was called dead, or recorders die one after the other.
+        NoAnswerYet is raised where the store is silent for `within_s`; None waits until the recorder is called dead.
+        TrackingError is raised then, where recorders die one after the other, and where the method raised it.
         """
         timeout_s = ANSWER_S if within_s is None else within_s
         while True:
