@@ -88,7 +88,7 @@ class Record(ABC):
         goes_on = earlier is not None and Path(earlier).resolve() == self.folder.resolve()
         self._locks = self._lock(earlier, goes_on)
         before = Journal(self.folder if earlier is None else earlier)
-        begun = before.read()["begin"] if earlier is not None else {}
+        begun = before.read().facts["begin"] if earlier is not None else {}
         self._hash = environment.config_hash(config)
         same = bool(begun) and begun["tags"].get("config_hash") == self._hash
         self._key = begun["key"] if same else uuid.uuid4().hex
@@ -383,9 +383,7 @@ class Run(Record, Observer, contextlib.AbstractContextManager["Run"]):
 
 def holds_run(folder: Path) -> bool:
     """Return whether a folder holds what a run has trained; a job that failed before leaves a journal alone."""
-    journal = Journal(folder)
-    journal.read()
-    return holds_checkpoints(folder) or journal.has_results
+    return Journal(folder).read().has_results or holds_checkpoints(folder)
 
 
 def save_epochs(folder: Path, epochs: Sequence[EpochResult]) -> None:
@@ -394,7 +392,7 @@ def save_epochs(folder: Path, epochs: Sequence[EpochResult]) -> None:
     CheckpointError is raised where the folder holds a run's journal, or cannot be written.
     """
     with refused(CheckpointError, f"{folder / JOURNAL}: cannot be written"):
-        if Journal(folder).read()["config"]:
+        if Journal(folder).read().facts["config"]:
             raise CheckpointError(f"{folder}: holds a run; choose another folder")
         folder.mkdir(parents=True, exist_ok=True)
         with open_journal(folder / JOURNAL, goes_on=False) as journal:

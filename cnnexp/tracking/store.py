@@ -101,8 +101,7 @@ class Store:
         if self._owner not in (os.getpid(), os.getppid()):
             return self.sync(folder)  # another process may have begun to go on with the run
         followed = self._followed.setdefault(folder, _Followed(Path(folder)))
-        facts = followed.read()
-        if facts["begin"] and (now or time.monotonic() >= followed.look_at):
+        if followed.read().facts["begin"] and (now or time.monotonic() >= followed.look_at):
             pause_s = POLL_S if followed.unsent else 0.0  # an epoch need not wait for the run to be begun
             followed.look_at = time.monotonic() + RETRY_S
             self._bring_up(followed, Path(folder))
@@ -122,10 +121,9 @@ class Store:
                     lock.callback(RunLock(where, RECORDER).release)
             except ConfigError:
                 return None
-            followed = _Followed(where)
-            facts = followed.read()
+            followed = _Followed(where).read()
             with self._explained("cannot be written"):
-                key = facts["begin"].get("key")
+                key = followed.facts["begin"].get("key")
                 found = self._of_key(key)
                 there = Path(found.data.tags.get(FOLDER, where)) if found else where
                 goes_on_there = there != where and _key_in(there) == key
@@ -419,7 +417,7 @@ def _describe_model(data: str, model: Mapping[str, Any]) -> dict[str, Any]:
 def _key_in(folder: Path) -> str | None:
     """Return which run the journal of a folder is of, None where there is none that can be read."""
     with contextlib.suppress(OSError):
-        return cast(str | None, Journal(folder).read()["begin"].get("key"))
+        return cast(str | None, Journal(folder).read().facts["begin"].get("key"))
     return None
 
 
