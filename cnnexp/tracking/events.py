@@ -68,7 +68,7 @@ class Journal:
         return bool(self.epochs) or (self.facts["kind"] == SWEEP and self.facts["status"] != DIED)
 
     def read(self) -> Self:
-        """Take in all whole lines that are new."""
+        """Take in all whole lines that are new; return the journal."""
         with contextlib.suppress(FileNotFoundError, NotADirectoryError), open_regular(self._path, MOST_BYTES) as file:
             if os.fstat(file.fileno()).st_size < self._at:  # another run's, in the place of one that never trained
                 self._at = 0

@@ -79,11 +79,11 @@ class Record(ABC):
         self.folder, self.name, self.contended = Path(folder), name or default_name(config, overrides), contended
         self.metrics: dict[str, float] = {}  # what is recorded once, at the end
         self.tags: dict[str, str] = {}  # that become known only after `begin`
+        self.artifacts: list[Path] = []  # beside the usual ones: files and folders, stored if they exist at the end
         self.verdict: list[verdict.Row] = []  # what it ends with; empty without an epoch
         # takes what a finished run's verdict says: its results before the store has them, then where they are
         self.show: Callable[[Sequence[verdict.Row]], None] = lambda rows: None
         self._config, self._recorder, self._parent = config, recorder, parent
-        self._artifacts: list[tuple[str, str | None]] = []
         self.folder.mkdir(parents=True, exist_ok=True)
         goes_on = earlier is not None and Path(earlier).resolve() == self.folder.resolve()
         self._locks = self._lock(earlier, goes_on)
@@ -124,10 +124,6 @@ class Record(ABC):
             self.id = run_id
             note(self._journal, "recorded", run_id=run_id)
 
-    def add_artifact(self, path: Path, target: str | None = None) -> None:
-        """Store a file or folder, if it exists at the end, under the folder `target` of the artifacts."""
-        self._artifacts.append((os.path.relpath(path, self.folder), target))
-
     def _end(self, status: str, drawn: bool) -> None:
         """Draw the figures where they are wanted, conclude, end the journal, wait for the store to have it all."""
         try:
@@ -145,7 +141,9 @@ class Record(ABC):
             if (page := self._conclude(status)) is not None:
                 (self.folder / REPORT).write_text(page, encoding="utf-8")
                 self.tags["mlflow.note.content"] = page
-            facts = {"status": status, "tags": self.tags, "metrics": self.metrics, "artifacts": self._artifacts}
+            places = ((path, path.name if os.path.isdir(path) else None) for path in self.artifacts)
+            artifacts = [(os.path.relpath(path, self.folder), target) for path, target in places]
+            facts = {"status": status, "tags": self.tags, "metrics": self.metrics, "artifacts": artifacts}
             note(self._journal, "finish", **facts, time_ms=int(time.time() * 1000))
         if recorded and self._recorded():
             note(self._journal, "stored")
