@@ -55,7 +55,7 @@ HOLD_S = 2.0  # as long may the start of a training hold up the loading of libra
 PARENT = "mlflow.parentRunId"  # tag: the run of the sweep that a run is a job of
 EXPERIMENT_TAGS = {"mlflow.experimentKind": "custom_model_development"}  # the page opens on runs, not on GenAI traces
 DATABASE_LINE = re.compile(r"\([\w.]*(?:Error|Exception)\) .*")  # as SQLAlchemy quotes its driver
-ARTIFACTS = ("config.json", "report.md", "predictions.npz", "profile.json", "figures", "checkpoints")  # of a folder
+ARTIFACTS = ("config.json", "report.md", "predictions.npz", "profile.json", "figures", "checkpoints")  # of a run
 DIGEST_LENGTH = 36  # MLflow's limit
 
 
