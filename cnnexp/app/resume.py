@@ -37,9 +37,7 @@ class ResumePoint(NamedTuple):
             return None
         found = checkpoint.load(self.path)
         checkpoint.check_same(found, training, self.path)
-        journal = Journal(self.folder)
-        journal.read()
-        results = {epoch: entry["result"] for epoch, entry in journal.epochs.items()}
+        results = {epoch: entry["result"] for epoch, entry in Journal(self.folder).read().epochs.items()}
         found = checkpoint.take_history(found, results, self.path)
         if found.epoch > epochs:
             raise ConfigError(f"trainer.epochs={epochs}: {self.path} has done {found.epoch} already; give as many")

@@ -129,7 +129,7 @@ def _make(settings: Settings, run: Run, earlier: ResumePoint | None, stack: Exit
         share = beside.layers_share if other.threads == 1 and not other.on_gpu else None
         baseline = Baseline(beside, dataset.train, trainer.baseline_batches, trainer.baseline_s, layers_share=share)
     run.metrics.update({"time/compile_s": program.compile_s})
-    run.add_artifact(run.folder / checkpoint.FOLDER, checkpoint.FOLDER)
+    run.artifacts.append(run.folder / checkpoint.FOLDER)
     if settings.augment:
         few = dataset.train[:AUGMENTED]
         run.augmented = np.empty_like(few.images)
@@ -143,7 +143,7 @@ def _make(settings: Settings, run: Run, earlier: ResumePoint | None, stack: Exit
         parallel.measure(dataset.train)
         table = run.folder / cost_model.TABLE
         write_csv(parallel.extrapolate(), table)
-        run.add_artifact(table)
+        run.artifacts.append(table)
     trained = Profiled(program, ledger) if trainer.profile else program
     return _Made(settings, run, ledger, dataset, backend, trained, parallel, beside, baseline, training, resumed)
 

@@ -111,12 +111,12 @@ class SweepRecord(Record):
             if not self._rows:
                 return []
             write_csv(self._rows, self.folder / TABLE)
-            self.add_artifact(self.folder / TABLE)
+            self.artifacts.append(self.folder / TABLE)
             if self.paper is not None:
                 from cnnexp.papers import page
 
                 page.write(self.folder, self.paper)
-                self.add_artifact(self.folder / page.FOLDER, page.FOLDER)
+                self.artifacts.append(self.folder / page.FOLDER)
             failed = len(_failed(self._rows, self.paper))
             self.tags |= {"jobs": str(len(self._rows)), "jobs.failed": str(failed)}
             self._end("KILLED" if interrupted else "FAILED" if failed else "FINISHED", drawn=True)

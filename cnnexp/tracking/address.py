@@ -57,24 +57,22 @@ def sqlite_uri(database: Path) -> str:
     return f"sqlite:///{database}".replace("%", "%25").replace("?", "%3F")
 
 
-def need_answer(uri: str) -> None:
-    """Raise OSError where a server does not answer; MLflow's own attempts at a database go on for minutes."""
+def need_store(uri: str, wait_s: float = OPEN_S) -> None:
+    """Raise OSError or sqlite3.Error where no server answers, or a file is no database; MLflow tries for minutes."""
     parts = urlsplit(uri)
-    if not parts.hostname:
-        return
-    from urllib import request  # slow to import
+    if uri.startswith("sqlite"):
+        path = database_of(uri)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists():
+            with contextlib.closing(sqlite3.connect(path, timeout=wait_s)) as database:
+                database.execute("PRAGMA schema_version")
+    elif parts.hostname:
+        from urllib import request  # slow to import
 
-    if parts.scheme not in request.getproxies() or request.proxy_bypass(parts.netloc):
-        port = parts.port or {"http": 80, "https": 443, "postgresql": 5432, "mysql": 3306}.get(parts.scheme)
-        if port:
-            socket.create_connection((parts.hostname, port), CONNECT_S).close()
-
-
-def need_database(uri: str, wait_s: float = OPEN_S) -> None:
-    """Raise sqlite3.Error where an sqlite file exists and cannot be one; MLflow would try again for minutes."""
-    if uri.startswith("sqlite") and database_of(uri).exists():
-        with contextlib.closing(sqlite3.connect(database_of(uri), timeout=wait_s)) as database:
-            database.execute("PRAGMA schema_version")
+        if parts.scheme not in request.getproxies() or request.proxy_bypass(parts.netloc):
+            port = parts.port or {"http": 80, "https": 443, "postgresql": 5432, "mysql": 3306}.get(parts.scheme)
+            if port:
+                socket.create_connection((parts.hostname, port), CONNECT_S).close()
 
 
 @contextlib.contextmanager

@@ -28,11 +28,8 @@ SERVED_S = 60.0  # a page that does not answer by then is not opened
 def command(arguments: Sequence[str]) -> None:
     """Serve MLflow's web page on this machine until Ctrl-C, print its address, and open it where there is a screen.
 
-    The arguments are `tracking.uri=...` for another store, `port=...` for another port than 5000 or the next free one.
-
-    Raises:
-        ConfigError: an argument is unknown or out of range.
-        BackendUnavailable: MLflow's pages are not installed.
+    The arguments are `tracking.uri=...` for another store, `port=...` for another port than 5000 or the next free one;
+    ConfigError is raised where one is unknown or out of range, BackendUnavailable where MLflow's pages are missing.
     """
     given = dict(argument.partition("=")[::2] for argument in arguments)
     for key, value in given.items():

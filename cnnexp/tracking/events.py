@@ -10,7 +10,7 @@ import contextlib
 import json
 import os
 from pathlib import Path
-from typing import Any, BinaryIO, TextIO
+from typing import Any, BinaryIO, Self, TextIO
 
 from cnnexp.system.files import open_regular
 
@@ -67,8 +67,8 @@ class Journal:
         """Whether it says what a store must have: an epoch of a run, or the end of a sweep."""
         return bool(self.epochs) or (self.facts["kind"] == SWEEP and self.facts["status"] != DIED)
 
-    def read(self) -> dict[str, Any]:
-        """Take in all whole lines that are new; return `facts`."""
+    def read(self) -> Self:
+        """Take in all whole lines that are new; return the journal."""
         with contextlib.suppress(FileNotFoundError, NotADirectoryError), open_regular(self._path, MOST_BYTES) as file:
             if os.fstat(file.fileno()).st_size < self._at:  # another run's, in the place of one that never trained
                 self._at = 0
@@ -78,7 +78,7 @@ class Journal:
                 self._at = file.tell()
                 with contextlib.suppress(KeyError, TypeError, AttributeError):
                     self._take(entry)
-        return self.facts
+        return self
 
     def _take(self, entry: dict[str, Any]) -> None:
         facts = self.facts
@@ -113,11 +113,10 @@ def read_journal(folder: Path) -> dict[str, Any]:
 
     `epochs` is a list (metrics by name, `epoch` among them), `times_ms` a mapping (by epoch, and the end's by 0).
     """
-    journal = Journal(folder)
-    facts = journal.read()
+    journal = Journal(folder).read()
     times_ms = {epoch: entry["time_ms"] for epoch, entry in journal.epochs.items()}
     epochs = [{"epoch": epoch, **entry["metrics"]} for epoch, entry in journal.epochs.items()]
-    return {**facts, "epochs": epochs, "times_ms": {**times_ms, 0: facts["time_ms"]}}
+    return {**journal.facts, "epochs": epochs, "times_ms": {**times_ms, 0: journal.facts["time_ms"]}}
 
 
 def _describes(job: dict[str, Any]) -> bool:

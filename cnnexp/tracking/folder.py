@@ -31,9 +31,7 @@ class RunLock:
     """The lock of a run's folder, until `release` or the end of the process, however that ends.
 
     It names its holder: process id, host and boot, and what it is; a run waits until a `RECORDER` has done its work.
-
-    Raises:
-        ConfigError: another process is in the folder now.
+    ConfigError is raised where another process is in the folder now.
     """
 
     def __init__(self, folder: Path, holder: str = "process", key: str = "hydra.run.dir") -> None:

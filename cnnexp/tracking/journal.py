@@ -47,6 +47,8 @@ MOST_REASONS = 2  # that a verdict gives for a speedup; `cnnexp explain` gives a
 class Record(ABC):
     """The journal of a folder, a run's or a sweep's, and the recorder that brings the store up to it.
 
+    ConfigError is raised where another run is in the folder now, or it holds one that is not `earlier`.
+
     Args:
         folder: where the journal, the figures and the model go; made here, and locked until the end of the record.
         config: the resolved config, section -> key -> value, with secrets left out.
@@ -56,9 +58,6 @@ class Record(ABC):
         contended: whether other runs compute at the same time; then no speedup is claimed.
         earlier: the folder of the run that this one goes on with, perhaps its own, whose journal is then continued;
             where the config is the same, the MLflow run goes on, too.
-
-    Raises:
-        ConfigError: another run is in the folder now, or the folder holds one that is not `earlier`.
     """
 
     kind, key = events.RUN, "hydra.run.dir"  # of the config: names the folder
@@ -80,22 +79,22 @@ class Record(ABC):
         self.folder, self.name, self.contended = Path(folder), name or default_name(config, overrides), contended
         self.metrics: dict[str, float] = {}  # what is recorded once, at the end
         self.tags: dict[str, str] = {}  # that become known only after `begin`
+        self.artifacts: list[Path] = []  # beside the usual ones: files and folders, stored if they exist at the end
         self.verdict: list[verdict.Row] = []  # what it ends with; empty without an epoch
         # takes what a finished run's verdict says: its results before the store has them, then where they are
         self.show: Callable[[Sequence[verdict.Row]], None] = lambda rows: None
         self._config, self._recorder, self._parent = config, recorder, parent
-        self._artifacts: list[tuple[str, str | None]] = []
         self.folder.mkdir(parents=True, exist_ok=True)
         goes_on = earlier is not None and Path(earlier).resolve() == self.folder.resolve()
         self._locks = self._lock(earlier, goes_on)
         before = Journal(self.folder if earlier is None else earlier)
-        begun = before.read()["begin"] if earlier is not None else {}
+        begun = before.read().facts["begin"] if earlier is not None else {}
         self._hash = environment.config_hash(config)
         same = bool(begun) and begun["tags"].get("config_hash") == self._hash
         self._key = begun["key"] if same else uuid.uuid4().hex
         # what is recorded of an epoch stays, though it may be trained again: its checkpoint may not have been written
         self._known = before.epochs if same else {}
-        self._noted = set(self._known) if goes_on else set[int]()
+        self._missing = {} if goes_on else self._known  # of them, what this journal lacks
         self._journal = open_journal(self.folder / JOURNAL, goes_on)
         facts = {"overrides": list(overrides), "config": config, "config_hash": self._hash, "contended": contended}
         note(self._journal, "job", schema=events.SCHEMA, kind=self.kind, name=self.name, **facts)
@@ -125,10 +124,6 @@ class Record(ABC):
             self.id = run_id
             note(self._journal, "recorded", run_id=run_id)
 
-    def add_artifact(self, path: Path, target: str | None = None) -> None:
-        """Store a file or folder, if it exists at the end, under the folder `target` of the artifacts."""
-        self._artifacts.append((os.path.relpath(path, self.folder), target))
-
     def _end(self, status: str, drawn: bool) -> None:
         """Draw the figures where they are wanted, conclude, end the journal, wait for the store to have it all."""
         try:
@@ -146,7 +141,9 @@ class Record(ABC):
             if (page := self._conclude(status)) is not None:
                 (self.folder / REPORT).write_text(page, encoding="utf-8")
                 self.tags["mlflow.note.content"] = page
-            facts = {"status": status, "tags": self.tags, "metrics": self.metrics, "artifacts": self._artifacts}
+            places = ((path, path.name if os.path.isdir(path) else None) for path in self.artifacts)
+            artifacts = [(os.path.relpath(path, self.folder), target) for path, target in places]
+            facts = {"status": status, "tags": self.tags, "metrics": self.metrics, "artifacts": artifacts}
             note(self._journal, "finish", **facts, time_ms=int(time.time() * 1000))
         if recorded and self._recorded():
             note(self._journal, "stored")
@@ -200,13 +197,10 @@ class Run(Record, Observer, contextlib.AbstractContextManager["Run"]):
         return self._skipped
 
     def begin(self, dataset: Dataset, network: Network, backend: Backend, workers: int = 1) -> None:
-        """Begin the record, once the data is there and the backend made.
-
-        Raises:
-            TrackingError: there is no store at the recorder's address, or it does not answer.
-        """
+        """Begin the record, once data and backend are made; raise TrackingError where no store is there or answers."""
         if self._recorder is not None:
             self._recorder.check()
+            (self.folder / CONFIG).write_text(json.dumps(self._config, indent=2) + "\n", encoding="utf-8")
         self._dataset, self.epochs, self.parts = dataset, [], {}
         self.metrics["model/parameters"] = network.parameter_count
         tags = {
@@ -223,18 +217,14 @@ class Run(Record, Observer, contextlib.AbstractContextManager["Run"]):
         sizes = {name: len(split.labels) for name, split in splits.items() if split is not None}
         described = {"name": dataset.name, "sha256": dataset.sha256, "source": dataset.source, "profile": sizes}
         self._begin(tags, flatten(self._config), dataset=described, parent=self._parent)
-        for epoch in sorted(self._known.keys() - self._noted):  # for who goes on with this one, should it end untrained
-            note(self._journal, "epoch", epoch=epoch, **self._known[epoch])
-        self._noted = set(self._known)
-        if self._recorder is not None:
-            (self.folder / CONFIG).write_text(json.dumps(self._config, indent=2) + "\n", encoding="utf-8")
+        for epoch, entry in sorted(self._missing.items()):  # for who goes on with this one, should it end untrained
+            note(self._journal, "epoch", epoch=epoch, **entry)
         self._follow()
 
     def wait(self) -> None:
-        """Have the recorder keep still for a while, where it is not ready, so that nothing but training runs.
+        """Have a recorder that is not ready keep still for a while, so that nothing but training runs.
 
-        Raises:
-            TrackingError: the store is known by now to be one that cannot be opened or written.
+        TrackingError is raised where the store is known by now to be one that cannot be opened or written.
         """
         if self._recorder is not None and (look := self._follow()) is not None:
             if not look.done():
@@ -277,10 +267,9 @@ class Run(Record, Observer, contextlib.AbstractContextManager["Run"]):
         self._follow()
 
     def _note_epoch(self, result: EpochResult) -> None:
-        """Write an epoch into the journal, once."""
-        if result.epoch in self._noted:
+        """Write an epoch into the journal, unless it is there from before."""
+        if result.epoch in self._known:
             return
-        self._noted.add(result.epoch)
         metrics, time_ms = epoch_metrics(result, self.contended), int(time.time() * 1000)
         if scored := len(result.scores):
             test = self._dataset.test.labels[:scored]
@@ -333,7 +322,7 @@ class Run(Record, Observer, contextlib.AbstractContextManager["Run"]):
             if self.interference.known:
                 self.tags[events.DISTURBED] = str(self.interference.disturbed).lower()
         conditions = self.contended, self.interference, self.parts, self.course
-        self.verdict = verdict.run_rows(self.epochs, self.metrics, baseline, *conditions)
+        self.verdict = list(verdict.run_rows(self.epochs, self.metrics, baseline, *conditions))
         if target is not None:
             self.verdict.append(("target", verdict.to_target(target, self.metrics)))
         if self.profile is not None:
@@ -392,19 +381,16 @@ class Run(Record, Observer, contextlib.AbstractContextManager["Run"]):
 
 def holds_run(folder: Path) -> bool:
     """Return whether a folder holds what a run has trained; a job that failed before leaves a journal alone."""
-    journal = Journal(folder)
-    journal.read()
-    return holds_checkpoints(folder) or journal.has_results
+    return Journal(folder).read().has_results or holds_checkpoints(folder)
 
 
 def save_epochs(folder: Path, epochs: Sequence[EpochResult]) -> None:
     """Write the journal of epochs that were trained without one, for checkpoints in the folder to go on from.
 
-    Raises:
-        CheckpointError: the folder holds a run's journal, or cannot be written.
+    CheckpointError is raised where the folder holds a run's journal, or cannot be written.
     """
     with refused(CheckpointError, f"{folder / JOURNAL}: cannot be written"):
-        if Journal(folder).read()["config"]:
+        if Journal(folder).read().facts["config"]:
             raise CheckpointError(f"{folder}: holds a run; choose another folder")
         folder.mkdir(parents=True, exist_ok=True)
         with open_journal(folder / JOURNAL, goes_on=False) as journal:

@@ -83,14 +83,10 @@ class Classifier:
     def predict(self, images: Images) -> np.ndarray:
         """Return the probability of each class, float32 (N, classes).
 
-        Args:
-            images: (N, *input_shape), or gray ones as (N, H, W), as an array or nested lists. Whole numbers, 0 .. 255,
-                stand for value / 255; floats are taken as they are. Or a list of texts, each a picture file in base64,
-                which is brought to the look of the training images.
-
-        Raises:
-            DataError: the images are of another shape or type.
-            ConfigError: the model takes no pictures.
+        Images are (N, *input_shape), or gray ones (N, H, W), as an array or nested lists. Whole numbers, 0 .. 255,
+        stand for value / 255; floats are taken as they are. Or they are a list of texts, each a picture file in base64,
+        which is brought to the look of the training images. DataError is raised where they are of another shape or
+        type, ConfigError where the model takes no pictures.
         """
         images = self._as_array(images)
         if images.ndim == 3 and self.input_shape[2:] == (1,):

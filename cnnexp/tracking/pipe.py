@@ -39,10 +39,7 @@ _early: list[subprocess.Popen[str]] = []
 
 
 def start_early(database: bool = True) -> None:
-    """Start the process of the first `Recorder` to come, which then finds it with its libraries loaded.
-
-    Those of a database, too, where its store will be one as far as is known by now.
-    """
+    """Start the process of the first `Recorder` to come; it loads its libraries, those of a `database` where told."""
     with contextlib.suppress(OSError):  # none can be started now; the recorder says so
         _early.append(_start_process(database))
 
@@ -80,14 +77,11 @@ class Recorder:
         self._start()
 
     def follow(self, folder: Path) -> Future[Any]:
-        """Have the recorder look into the journal of a folder, and give it a moment for what is new there.
+        """Have the recorder look into a folder's journal; return what will have the run's id, of the last such look.
 
-        So it does not compute beside what is timed next. A store that once takes longer than `FLUSH_S` is not waited
-        for again. Where a look is under way this one is left out: the recorder looks by itself each second. Returns
-        what will have the id of the run, of the last look that was asked for.
-
-        Raises:
-            TrackingError: none can be started.
+        It gets a moment for what is new there, so as not to compute beside what is timed next, but no more once a store
+        has taken longer than `FLUSH_S`. While a look is under way none is asked for: the recorder looks each second.
+        TrackingError is raised where none can be started.
         """
         look = self._look if self._folder == folder else None
         if look is None or look.done():
@@ -100,14 +94,10 @@ class Recorder:
 
     def check(self) -> None:
         """Raise TrackingError where there is no store at the address, as far as can be seen without MLflow."""
-        from cnnexp.tracking.address import database_of, need_answer, need_database
+        from cnnexp.tracking.address import need_store
 
-        uri = self._opening["uri"]
         try:
-            need_answer(uri)
-            if uri.startswith("sqlite"):
-                database_of(uri).parent.mkdir(parents=True, exist_ok=True)
-                need_database(uri, wait_s=0.0)
+            need_store(self._opening["uri"], wait_s=0.0)
         except (OSError, sqlite3.Error) as error:
             if "locked" not in str(error):  # it is there, and busy
                 raise TrackingError(f"{self._store}: cannot be opened: {error}") from error
@@ -129,9 +119,8 @@ class Recorder:
     def call(self, method: str, /, within_s: float | None = None, **arguments: Any) -> Any:
         """Call a method of `store.Store` and return its value; where the recorder dies of it, another one is asked.
 
-        Raises:
-            NoAnswerYet: the store is silent for `within_s`; None waits until it is called dead.
-            TrackingError: the method raised, the recorder was called dead, or recorders die one after the other.
+        NoAnswerYet is raised where the store is silent for `within_s`; None waits until the recorder is called dead.
+        TrackingError is raised then, where recorders die one after the other, and where the method raised it.
         """
         timeout_s = ANSWER_S if within_s is None else within_s
         while True:

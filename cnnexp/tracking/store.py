@@ -1,10 +1,9 @@
 """The MLflow store, and the process that brings it up to journals: the only file that imports mlflow.
 
-Importing MLflow takes longer than a short training, so it happens in a process of its own, which `pipe` starts before
-Hydra, the data and the compiler load: `python -m cnnexp.tracking.store`. It reads one call a line, `[id, name,
-arguments]` as JSON, and answers calls that have an id with `[id, value, error]`. What it records of runs it reads from
-their journals, which grow meanwhile: training never waits for a slow store. A training process that is killed outright
-leaves no run RUNNING: its end closes the pipe.
+Importing MLflow takes longer than a short training, so it happens in a process of its own, which `pipe` starts first.
+It reads one call a line, `[id, name, arguments]` as JSON, and answers those with an id by `[id, value, error]`. What it
+records of runs it reads from their journals. Where a training process is killed, the end of the pipe says so, and no
+run stays RUNNING.
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ import shutil
 import sys
 import threading
 import time
-import types
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import metadata
@@ -40,7 +38,7 @@ from cnnexp.errors import ConfigError, TrackingError, refused, without_secrets
 from cnnexp.measuring import environment
 from cnnexp.system.files import sync_folder
 from cnnexp.tracking import liveness, view
-from cnnexp.tracking.address import alone, artifact_location, database_of, need_answer, need_database, sqlite_uri
+from cnnexp.tracking.address import alone, artifact_location, database_of, need_store, sqlite_uri
 from cnnexp.tracking.events import DIED, EXAMPLE, FOLDER, JOURNAL, KEY, LACKING, MODEL, Journal, note, open_journal
 from cnnexp.tracking.folder import RECORDER, RunLock
 
@@ -54,14 +52,10 @@ POLL_S = 1.0  # a journal is looked into as often where nobody asks for it, and 
 RETRY_S = 10.0  # after a failure, no sooner than this
 NEW_S = 5.0  # of an epoch that ended longer ago, nobody knows how much of the machine was in use
 HOLD_S = 2.0  # as long may the start of a training hold up the loading of libraries
-PARAMS_PER_CALL = 100  # MLflow's limits on one batch
-METRICS_PER_CALL = 1000
 PARENT = "mlflow.parentRunId"  # tag: the run of the sweep that a run is a job of
 EXPERIMENT_TAGS = {"mlflow.experimentKind": "custom_model_development"}  # the page opens on runs, not on GenAI traces
 DATABASE_LINE = re.compile(r"\([\w.]*(?:Error|Exception)\) .*")  # as SQLAlchemy quotes its driver
-FILES = ("config.json", "report.md", "predictions.npz", "profile.json")
-# what a run leaves in its folder -> the folder among its artifacts
-ARTIFACTS = {**dict.fromkeys(FILES), "figures": "figures", "checkpoints": "checkpoints"}
+ARTIFACTS = ("config.json", "report.md", "predictions.npz", "profile.json", "figures", "checkpoints")  # of a run
 DIGEST_LENGTH = 36  # MLflow's limit
 
 
@@ -76,10 +70,8 @@ class _Followed(Journal):
 class Store:
     """Runs of one experiment, made where it does not exist, in one MLflow store, its address of `store_uri`.
 
-    The owner is the process whose runs these are, our parent; None is this one.
-
-    Raises:
-        TrackingError: the store cannot be opened, with the reason, in a few seconds.
+    The owner is the process whose runs these are, our parent; None is this one. Where the store cannot be opened, read
+    or written, TrackingError says why, in a few seconds.
     """
 
     def __init__(self, uri: str, experiment: str, owner: int | None = None) -> None:
@@ -88,14 +80,13 @@ class Store:
         self._beat_at = 0.0
         _used_since_last(self._owner)  # the next call returns what is used from now on
         with self._explained("cannot be opened"):
-            need_answer(uri)
             _retry(self._owner, self._open, experiment)
             self._end_stale_runs()
 
     def _open(self, experiment: str) -> None:
+        need_store(self._uri)
         from mlflow.tracking import MlflowClient
 
-        need_database(self._uri)
         with alone(self._uri):
             _make(self._uri)
             client = MlflowClient(tracking_uri=self._uri, registry_uri=self._uri)
@@ -106,15 +97,11 @@ class Store:
         """Bring the store up to the journal of a folder, as far as it is written; `look` does so from now on.
 
         Not `now`: not soon after the last time, or after a failure. Returns the run's id, None before it begins.
-
-        Raises:
-            TrackingError: the store cannot be written; all is in the journal.
         """
         if self._owner not in (os.getpid(), os.getppid()):
             return self.sync(folder)  # another process may have begun to go on with the run
         followed = self._followed.setdefault(folder, _Followed(Path(folder)))
-        facts = followed.read()
-        if facts["begin"] and (now or time.monotonic() >= followed.look_at):
+        if followed.read().facts["begin"] and (now or time.monotonic() >= followed.look_at):
             pause_s = POLL_S if followed.unsent else 0.0  # an epoch need not wait for the run to be begun
             followed.look_at = time.monotonic() + RETRY_S
             self._bring_up(followed, Path(folder))
@@ -125,9 +112,6 @@ class Store:
         """Bring the store up to the journal of a run or a sweep that has ended, however it ended; return its id.
 
         None where there is nothing to send: it runs, is gone on with in another folder, or recorded nothing.
-
-        Raises:
-            TrackingError: the store cannot be written.
         """
         where = Path(folder).resolve()
         self._followed.pop(folder, None)
@@ -137,10 +121,9 @@ class Store:
                     lock.callback(RunLock(where, RECORDER).release)
             except ConfigError:
                 return None
-            followed = _Followed(where)
-            facts = followed.read()
+            followed = _Followed(where).read()
             with self._explained("cannot be written"):
-                key = facts["begin"].get("key")
+                key = followed.facts["begin"].get("key")
                 found = self._of_key(key)
                 there = Path(found.data.tags.get(FOLDER, where)) if found else where
                 goes_on_there = there != where and _key_in(there) == key
@@ -177,12 +160,10 @@ class Store:
     ) -> str:
         """Start a run, or go on with the one of this key, which keeps what it has; return its id.
 
-        Args:
-            name, params, tags, dataset, key: as a journal's `begin` has them; facts of the machine and the code are
-                added to the tags of a live run.
-            parent: what the sweep's run is begun with: whoever comes first makes it; or its id, as journals before
-                `SCHEMA` 3 have it.
-            is_live: whether our owner runs it, and has not only found its journal.
+        Args, beside those of a journal's `begin`:
+            parent: what the sweep's run is begun with, made by who comes first; its id in journals before `SCHEMA` 3.
+            is_live: whether our owner runs it, and has not only found its journal; then facts of the machine and the
+                code are among its tags.
         """
         from mlflow.entities import Param
 
@@ -202,8 +183,7 @@ class Store:
                     self._client.delete_tag(run_id, "error")
             there = found.data.params if found else {}  # what it has not been given before
             entries = [Param(key, value) for key, value in params.items() if key not in there]
-            for start in range(0, len(entries), PARAMS_PER_CALL):
-                self._client.log_batch(run_id, params=entries[start : start + PARAMS_PER_CALL])
+            self._client.log_batch(run_id, params=entries)
             if dataset is not None and not (found and found.inputs and found.inputs.dataset_inputs):
                 self._client.log_inputs(run_id, [_dataset_input(dataset)])
         return run_id
@@ -222,17 +202,18 @@ class Store:
                 is_new = epoch == journal.unsent[-1] and _now_ms() - entry["time_ms"] < NEW_S * 1000
                 used = _used_since_last(self._owner) if is_new else {}
                 metrics += _metrics({**entry["metrics"], **used}, epoch, entry["time_ms"])
-            self._send(run_id, metrics)
+            self._client.log_batch(run_id, metrics)
             journal.unsent.clear()
             if facts["model"] is not None:
                 self._save_model(run_id, folder, facts["model"])
                 facts["model"] = None
             if has_ended or facts["status"] != DIED:
-                self._send(run_id, _metrics(facts["metrics"], 0, facts["time_ms"]) if journal.has_results else [])
+                if journal.has_results:
+                    self._client.log_batch(run_id, _metrics(facts["metrics"], 0, facts["time_ms"]))
                 died = facts["status"] == DIED
                 status, tags = _how_died(begin["tags"]) if died else (facts["status"], facts["tags"])
-                left = {**ARTIFACTS, **dict(facts["artifacts"])}
-                artifacts = [(str(folder / name), target) for name, target in left.items() if (folder / name).exists()]
+                names = dict.fromkeys([*ARTIFACTS, *dict(facts["artifacts"])])
+                artifacts = [str(folder / name) for name in names if (folder / name).exists()]
                 tags = view.illustrated(tags, run_id, folder)
                 self.finish(run_id, "FAILED" if status == LACKING else status, tags, artifacts)
                 self._followed.pop(str(folder), None)
@@ -257,16 +238,13 @@ class Store:
         self._client.finalize_logged_model(logged.model_id, "READY")
         self._client.log_outputs(run_id, [LoggedModelOutput(logged.model_id, model["step"])])
 
-    def finish(
-        self, run_id: str, status: str, tags: Mapping[str, str], artifacts: Sequence[tuple[str, str | None]] = ()
-    ) -> None:
-        """End a run as FINISHED, FAILED or KILLED, with more tags, and files and folders as artifacts in a folder."""
+    def finish(self, run_id: str, status: str, tags: Mapping[str, str], artifacts: Sequence[str] = ()) -> None:
+        """End a run as FINISHED, FAILED or KILLED, with more tags, and files and whole folders as artifacts."""
         with self._explained("stopped answering"):
             for key, value in tags.items():
                 self._client.set_tag(run_id, key, value)
-            for path, target in artifacts:
-                log = self._client.log_artifacts if Path(path).is_dir() else self._client.log_artifact
-                log(run_id, path, target)
+            for path in artifacts:
+                self._client.log_artifact(run_id, path)  # a folder keeps its name
             self._client.set_terminated(run_id, status)
         gc.collect()  # of a run; see `main`
 
@@ -330,10 +308,6 @@ class Store:
                 self._client.delete_run(made)  # a server cannot be locked: who was first stays
             return found, found.info.run_id
 
-    def _send(self, run_id: str, metrics: Sequence[Metric]) -> None:
-        for start in range(0, len(metrics), METRICS_PER_CALL):
-            self._client.log_batch(run_id, metrics=metrics[start : start + METRICS_PER_CALL])
-
     def _end_stale_runs(self) -> None:
         """End runs whose process and recorder were both killed, here or elsewhere: as their journals say, if they can.
 
@@ -360,7 +334,7 @@ class Store:
 
 
 class _RetryingClient:
-    """A client of MLflow's whose every call, a transaction each, waits until a locked database is free."""
+    """A client of MLflow's whose every call waits until a locked database is free; to repeat one does no harm."""
 
     def __init__(self, client: MlflowClient, owner: int) -> None:
         self._client, self._owner = client, owner
@@ -443,7 +417,7 @@ def _describe_model(data: str, model: Mapping[str, Any]) -> dict[str, Any]:
 def _key_in(folder: Path) -> str | None:
     """Return which run the journal of a folder is of, None where there is none that can be read."""
     with contextlib.suppress(OSError):
-        return cast(str | None, Journal(folder).read()["begin"].get("key"))
+        return cast(str | None, Journal(folder).read().facts["begin"].get("key"))
     return None
 
 
@@ -487,7 +461,7 @@ def _load(database: bool = False) -> None:
     """Load the libraries while the other process loads its own, before it knows which store it is to be."""
     # MLflow then does as where they are not installed, and loads in two thirds of the time; nothing here needs them
     for absent in ("pandas", "pyarrow"):
-        sys.modules.setdefault(absent, cast(types.ModuleType, None))
+        sys.modules.setdefault(absent, cast(Any, None))
     importlib.import_module("mlflow.tracking")
     if database:
         importlib.import_module("mlflow.store.tracking.sqlalchemy_store")

@@ -6,7 +6,7 @@ Rows of a title and a sentence, every figure with its unit; the screen, `report.
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,50 +41,47 @@ def run_rows(
     interference: Interference | None = None,
     parts: Mapping[str, Mapping[str, float]] | None = None,
     course: Course = Course(),
-) -> list[Row]:
-    """Return the verdict on one run, of one epoch at least; where it has trained none, no speed is claimed.
+) -> Iterator[Row]:
+    """Yield the verdict on one run, of one epoch at least; where it has trained none, no speed is claimed.
 
     Of a contended run, beside which others computed, no speedup is given. `parts` are, by the name of a backend, the
     shares of its training step.
     """
-    rows, last = list[Row](), epochs[-1]
     timed = len(epochs) > course.done
     if course.resumed:
-        rows.append(("resumed", course.resumed + ("" if timed else "; nothing was left to train")))
+        yield "resumed", course.resumed + ("" if timed else "; nothing was left to train")
     if course.stopped:
-        rows.append(("stopped", f"after epoch {len(epochs)}: {course.stopped}"))
+        yield "stopped", f"after epoch {len(epochs)}: {course.stopped}"
     if course.cut:
-        rows.append(("cut short", course.cut))
+        yield "cut short", course.cut
     if timed:
         ratios = [result.comparison.speedup for result in epochs if result.comparison is not None]
         if contended:
-            rows.append(("speedup", "not given: other runs computed at the same time"))
+            yield "speedup", "not given: other runs computed at the same time"
         elif ratios:
-            rows.append(("speedup", f"{speedup(median_interval(ratios), 'epoch')}; {baseline} = 1"))
+            yield "speedup", f"{speedup(median_interval(ratios), 'epoch')}; {baseline} = 1"
         if "speedup/amdahl_limit" in metrics:
             share, limit = metrics["speedup/parallel_share"], metrics["speedup/amdahl_limit"]
             text = f"{rounded(limit)} x, with its layers shared out, {share:.1%} of {baseline}'s step (Amdahl)"
-            rows.append(("threads alone", text))
+            yield "threads alone", text
         images_per_s, epoch_s = metrics["throughput/median_images_per_s"], metrics["time/median_epoch_s"]
         text = f"{images_per_s:,.0f} images/s, {epoch_s:.3g} s an epoch"
         if "profile/share_of_gflops" in metrics:
             share, limit = metrics["profile/share_of_gflops"], metrics["profile/machine_gflops"]
             text += f"; {share:.1%} of the {limit:,.0f} GFLOP/s measured as the limit here"
-        rows.append(("speed", text))
+        yield "speed", text
     final, best = metrics["final/test_accuracy"], metrics["best/test_accuracy"]
     best_text = f"; the best epoch {best:.2%}" if best > final else ""
-    rows.append(("accuracy", f"{final:.2%} of the test images{best_text}"))
-    if last.validation is None and (course.chosen or best > final):
+    yield "accuracy", f"{final:.2%} of the test images{best_text}"
+    if epochs[-1].validation is None and (course.chosen or best > final):
         what = "when training ends" if course.chosen else "the best epoch"
         advice = "dataset.validation_size=N holds images back to choose by"
-        rows.append(("chosen by", f"the test images choose {what}, so their accuracy is optimistic; {advice}"))
+        yield "chosen by", f"the test images choose {what}, so their accuracy is optimistic; {advice}"
     if timed:
-        rows.append(("machine", machine(interference)))
+        yield "machine", machine(interference)
         for name, shares in (parts or {}).items():
             largest = sorted(shares, key=lambda part: -shares[part])[:LARGEST]
-            text = ", ".join(f"{part} {shares[part]:.0%}" for part in largest)
-            rows.append((f"{name} step", text))
-    return rows
+            yield f"{name} step", ", ".join(f"{part} {shares[part]:.0%}" for part in largest)
 
 
 def speedup(interval: Interval, unit: str) -> str:

@@ -115,11 +115,11 @@ def page(tmp_path_factory, new_store):
         tags = {"kind": "run", "backend": backend, "model": "one_conv"}
         params = {"model.filters": "8", "trainer.batch_size": "50"}
         run_id = recorded.begin(f"{backend} one_conv digits", params, tags, parent=parent)
-        for epoch in (1, 2):
-            recorded._send(run_id, stores._metrics({"test/accuracy": accuracy, "train/loss": 1 / epoch}, epoch, epoch))
         times = {"time/median_epoch_s": epoch_s, "throughput/median_images_per_s": 300 / epoch_s}
         found = {"speedup/median": speedup, "final/test_accuracy": accuracy, **times}
-        recorded._send(run_id, stores._metrics(found, 0, 3))
+        by_epoch = (({"test/accuracy": accuracy, "train/loss": 1 / epoch}, epoch, epoch) for epoch in (1, 2))
+        for metrics in (*by_epoch, (found, 0, 3)):
+            recorded._client.log_batch(run_id, stores._metrics(*metrics))
         (folder / backend / MODEL).mkdir(parents=True)
         (folder / backend / MODEL / EXAMPLE).write_text("[[[[0]]]]")
         (folder / backend / "a.ckpt").write_bytes(b"a model")
@@ -128,7 +128,7 @@ def page(tmp_path_factory, new_store):
         figure = folder / backend / view.CURVES
         figures.save(figures.curves([{"epoch": 1, "test/loss": 1.0, "test/accuracy": accuracy}]), figure)
         note = view.illustrated({view.NOTE: "fast"}, run_id, folder / backend)
-        recorded.finish(run_id, "FINISHED", note, [(str(figure), "figures")])
+        recorded.finish(run_id, "FINISHED", note, [str(figure.parent)])
     recorded.finish(parent, "FINISHED", {})
     opened = folder / "opened"
     opener = folder / "opener"

@@ -85,8 +85,8 @@ def test_run_records_everything(live, store, tmp_path):
         run.metrics.update({"time/compile_s": 1.5})
         (tmp_path / "checkpoints").mkdir()
         (tmp_path / "checkpoints" / "2.npz").write_bytes(b"state")
-        run.add_artifact(tmp_path / "checkpoints", "checkpoints")
-        run.add_artifact(tmp_path / "never made")
+        run.artifacts.append(tmp_path / "checkpoints")
+        run.artifacts.append(tmp_path / "never made")
 
     recorded = read(store, run.id)
     assert (recorded.info.status, recorded.info.run_name) == ("FINISHED", "filters=4 numpy one_conv points")
