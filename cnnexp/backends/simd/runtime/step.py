@@ -214,8 +214,8 @@ def machine_code(plan: Plan, loss: Loss, optimizer: Optimizer, key: str) -> Mach
     work.compile(signature)
     compiled = work.overloads[signature.args]
     _, _, bitcode = compiled.library.serialize_using_bitcode()
-    add_packed(library, symbol := compiled.fndesc.llvm_func_name, list(arguments(call).values()))
-    return MachineCode.linked(symbol, bitcode, str(library))
+    add_packed(library, compiled.fndesc.llvm_func_name, list(arguments(call).values()))
+    return MachineCode.linked(bitcode, str(library))
 
 
 def _tile_loss(loss: Loss, scores: NC, d_scores: NC, compiled: Callable) -> Callable:
