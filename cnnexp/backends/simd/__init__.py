@@ -13,7 +13,7 @@ import copy
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar, cast
+from typing import ClassVar
 
 from cnnexp.backends import cache
 from cnnexp.backends.processor import ThreadedBackend, need_compiler
@@ -67,7 +67,7 @@ class CpuSimd(ThreadedBackend):
     def _with(self, option: str) -> Backend:
         backend = copy.copy(self)
         object.__setattr__(backend, option, True)
-        return cast(Backend, backend)
+        return backend
 
     def limits(self) -> Mapping[str, float]:
         """Measure the arithmetic alone, by multiply-adds in registers: a matrix product of NumPy's may be no limit."""
@@ -82,7 +82,7 @@ class CpuSimd(ThreadedBackend):
             return None
         from cnnexp.backends.cpu.parallel import CpuParallel  # hundreds of loops to decorate
 
-        return cast(Backend, CpuParallel(self.threads))
+        return CpuParallel(self.threads)
 
     def compile(self, network: Network, loss: Loss, optimizer: Optimizer, batch_size: int) -> Program:
         need_compiler()

@@ -85,10 +85,10 @@ class Calls:
     """
 
     def __init__(self, nodes: Sequence[Node], plan: Layout, arenas: np.ndarray) -> None:
-        self._kept, self._failure = list[Any](), list[Exception]()
+        self._kept, self._failures = list[Any](), list[tuple[str, Exception]]()
         for node in nodes:
             if isinstance(node, General):
-                called = CALLED(functools.partial(_guarded, self._failure, _Tiles(node, plan)))
+                called = CALLED(functools.partial(_guarded, self._failures, node.name, _Tiles(node, plan)))
                 self._kept.append(called)
                 address = ctypes.cast(called, ctypes.c_void_p).value
                 at = int(node.address)
@@ -96,18 +96,20 @@ class Calls:
 
     def check(self) -> None:
         """Raise what has failed since the last time, first of all."""
-        if self._failure:
-            failure = self._failure[0]
-            self._failure.clear()
-            raise failure
+        if self._failures:
+            name, error = self._failures[0]
+            self._failures.clear()
+            if isinstance(error, CnnexpError):
+                raise error
+            raise NetworkError(f"layer {name}: {type(error).__name__}: {error}") from error
 
 
-def _guarded(failures: list[Exception], function: Callable[..., None], *given: int) -> None:
-    """Call a function and keep what it raises: nothing goes through compiled code."""
+def _guarded(failures: list[tuple[str, Exception]], layer: str, function: Callable[..., None], *given: int) -> None:
+    """Call a function of a layer and keep what it raises: nothing goes through compiled code."""
     try:
         function(*given)
     except Exception as error:
-        failures.append(error)
+        failures.append((layer, error))
 
 
 class _Tiles:
@@ -127,17 +129,12 @@ class _Tiles:
             flat[p.offset : p.offset + p.size] = _floats(parameters, self._size)[at : at + p.size]
         run = Run(count, flat, gradient, trains=True)
         x = np.ascontiguousarray(_view(node.x, arena, count, x_shape))
-        try:
-            if not back:
-                _view(node.y, arena, count, y_shape)[...] = chain.forward(run, x)
-                return
-            chain.gradient(count)[...] = _view(node.dy, arena, count, y_shape)
-            dx = None if node.dx is None else np.empty_like(x)
-            chain.backward(run, x, dx)
-        except CnnexpError:
-            raise
-        except Exception as error:
-            raise NetworkError(f"layer {node.name}: {type(error).__name__}: {error}") from error
+        if not back:
+            _view(node.y, arena, count, y_shape)[...] = chain.forward(run, x)
+            return
+        chain.gradient(count)[...] = _view(node.dy, arena, count, y_shape)
+        dx = None if node.dx is None else np.empty_like(x)
+        chain.backward(run, x, dx)
         if dx is not None:
             _view(node.dx, arena, count, x_shape)[...] = dx
         for p, at in self._places:

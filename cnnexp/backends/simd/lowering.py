@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
-import itertools
 import math
 import pickle
 import re
@@ -74,7 +73,7 @@ class Plan:
     """
 
     def __init__(self, network: Network, target: Target, vectors: float, share: int) -> None:
-        self.network, self.target, self.vectors = network, target, vectors
+        self.target, self.vectors = target, vectors
         groups, most = math.ceil(vectors), max(1, int(vectors * target.lanes))
         self.share = min(share, most)
         nodes = self.nodes = choose_nodes(network, target, self.share)
@@ -216,10 +215,13 @@ class Plan:
         halo = _reader(nodes, -1).input_halo()
         x = self._tensor(NC if flat else nodes[0].input_layout or Blocked, shape, halo)
         first, dx, rooms = self._first_trained, cast(Tensor | None, None), Rooms()
-        for i, node in enumerate(nodes):
+        splits: list[Split] = []
+        for node in nodes:
             if isinstance(node, Split):
-                node.sum = _end(nodes, i)
-                node.sum.split = node
+                splits.append(node)
+            elif isinstance(node, Sum):
+                node.split = splits.pop()
+                node.split.sum = node
         for i, node in enumerate(nodes):
             node.x, node.dx = x, dx
             kind = node.output_layout or type(x)
@@ -237,11 +239,10 @@ class Plan:
                 halo = Halo() if flat else node.gradient_halo(i > first)
                 if self._hands_on(nodes, i):
                     continue
-                until = i + 1 if i + 1 == len(nodes) else nodes.index(_reader(nodes, i))
-                used = self._backward(until), self._backward(_start(nodes, i))
-                # the loss writes the last one: in the arena, like the scores
-                steps = [used] if i + 1 < len(nodes) else None
-                dx = node.dy = self._room(rooms, kind, shape, halo, steps)
+                used = None  # the loss writes the last one: in the arena, like the scores
+                if i + 1 < len(nodes):
+                    used = [(self._backward(nodes.index(_reader(nodes, i))), self._backward(_start(nodes, i)))]
+                dx = node.dy = self._room(rooms, kind, shape, halo, used)
                 if i and self._hands_on(nodes, i - 1):
                     nodes[i - 1].dy = node.dx = node.dy
                 if i + 1 < len(nodes):
@@ -267,8 +268,8 @@ class Plan:
         if i + 1 == len(nodes) or (self._cuts and _reader(nodes, i).input_layout is NC):
             return None  # what rounds up a row must stay 0
         node, last, trained = nodes[i], i + 1, nodes.index(_reader(nodes, i)) >= self._first_trained
-        if isinstance(nodes[last], Split):  # the sum where it ends reads this, too
-            last = nodes.index(_end(nodes, last))
+        if isinstance(split := nodes[last], Split):  # the sum where it ends reads this, too
+            last = nodes.index(split.sum)
         if not trained or not (node.keeps_y or nodes[i + 1].keeps_x or last > i + 1):
             return [(i, last), *((step, step) for step in self._made_again(nodes, i + 1))]
         if not self._cuts:
@@ -288,7 +289,7 @@ class Plan:
         """
         if not self._chain(nodes, i):
             return []
-        after = nodes.index(_end(nodes, i + 1))
+        after = nodes.index(cast(Split, nodes[i + 1]).sum)
         longer = len(self._chain(nodes, after)) > len(self._chain(nodes, i))
         return [after, self._backward(i + 2), *(self._made_again(nodes, after) if longer else ())]
 
@@ -379,12 +380,6 @@ def _start(nodes: list[Node], at: int) -> int:
     """Return the node whose backward pass is the last that reads a node's output and its gradient."""
     node = nodes[at]
     return nodes.index(node.split) if isinstance(node, Sum) else at
-
-
-def _end(nodes: list[Node], at: int) -> Sum:
-    """Return where the Residual ends that begins at a node."""
-    depths = itertools.accumulate(isinstance(node, Split) - isinstance(node, Sum) for node in nodes[at:])
-    return cast(Sum, nodes[at + [*depths].index(0)])
 
 
 def _like(x: Tensor | None, kind: type[Tensor]) -> Tensor:

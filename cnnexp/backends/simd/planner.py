@@ -123,7 +123,12 @@ def choose_nodes(network: Network, target: Target, images: int) -> list[Node]:
             if possible:
                 paths[at + node.spans].append(min(possible, key=lambda path: path.cycles))
         if not any(paths[at + 1 :]):
-            raise _no_way(section, forced)
+            name = section.stage.name
+            names, wanted = [node.algorithm for node in candidates([section], first=True)], forced.get(name, "")
+            raise ConfigError(
+                f"backend.algorithms: {name} cannot be computed by {wanted!r} here; there are {', '.join(names)}, "
+                f"where registers and the layers around allow{did_you_mean(wanted, names)}"
+            )
     ends = [path.change("scores", NC, target, images) for path in paths[-1]]
     return list(min(ends, key=lambda path: path.cycles).nodes)
 
@@ -158,10 +163,8 @@ def split(network: Sequence[Stage]) -> list[Section]:
         if isinstance(stage, net.FlattenStage):
             continue
         taken: list[Stage] = [stage]
-        if isinstance(stage, net.ConvStage):
-            taken += _follow(stages)
-        elif isinstance(stage, net.NormStage):
-            taken += _follow(stages, tiled=True)
+        if isinstance(stage, net.ConvStage | net.NormStage):
+            taken += _follow(stages, tiled=isinstance(stage, net.NormStage))
         elif isinstance(stage, net.LinearStage | net.ResidualStage):
             taken += [stages.pop(0)] if stages and isinstance(stages[0].layer, net.ReLU) else []
         if isinstance(stage, net.ResidualStage):
@@ -193,13 +196,3 @@ def _fits_windows(pool: Stage, tiled: bool) -> bool:
     if tiled:
         return pool.window.size == pool.window.stride == 2 and not any(count % 2 for count in pool.input_shape[:2])
     return pool.window.size <= min(LARGEST_WINDOW, pool.window.stride)
-
-
-def _no_way(section: Section, forced: Mapping[str, str]) -> ConfigError:
-    name = section.stage.name
-    names = [node.algorithm for node in candidates([section], first=True)]
-    wanted = forced.get(name, "")
-    return ConfigError(
-        f"backend.algorithms: {name} cannot be computed by {wanted!r} here; there are {', '.join(names)}, "
-        f"where registers and the layers around allow{did_you_mean(wanted, names)}"
-    )

@@ -14,7 +14,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from cnnexp.backends.simd.compiler.emit import INDEX, Emit, Kernels, Target, call_kernels
+from cnnexp.backends.simd.compiler.emit import Kernels, Target, call_kernels
 
 
 def compose(
@@ -47,21 +47,15 @@ def compose(
             builder.branch(end)
         builder.position_at_end(end)
 
-    return _outlined(f"kernels.{name}", library, emit)
-
-
-def _outlined(
-    name: str, library: ir.Module | None, emit: Callable[[ir.IRBuilder, list[ir.Value]], None]
-) -> Callable[..., None]:
-    """Return a function for `@njit` code that calls what is emitted, once, on first elements and numbers."""
+    symbol = f"kernels.{name}"
 
     def call(builder: ir.IRBuilder, *values: ir.Value) -> None:
         home = builder.module if library is None else library
-        if name not in home.globals:
-            _define(home, name, values, "internal" if library is None else "external", emit)
-        if name not in builder.module.globals:
-            _define(builder.module, name, values, "weak")
-        builder.call(builder.module.globals[name], values)
+        if symbol not in home.globals:
+            _define(home, symbol, values, "internal" if library is None else "external", emit)
+        if symbol not in builder.module.globals:
+            _define(builder.module, symbol, values, "weak")
+        builder.call(builder.module.globals[symbol], values)
 
     return emitted(types.void, call)
 
@@ -95,12 +89,3 @@ def _define(
     if emit:
         emit(builder, list(function.args))
     builder.ret_void()
-
-
-def on_arena(name: str, target: Target, emit: Emit) -> Callable[..., None]:
-    """Return a function of an arena for `@njit` code that runs a kernel, which is defined where it is called."""
-
-    def call(builder: ir.IRBuilder, given: list[ir.Value]) -> None:
-        call_kernels(builder, name, target, [(name, emit)], [*given * 3, INDEX(0)])
-
-    return _outlined(f"kernels.{name}", None, call)

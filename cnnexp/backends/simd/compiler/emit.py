@@ -428,13 +428,13 @@ class Emitter:
         self._multiplied += 1
         if self._ahead and self._multiplied % AHEAD_EVERY == 0:
             self._bring_line()
-        return self._float_function("fmuladd", a, b, c)
+        return self._intrinsic(f"llvm.fmuladd.v{a.type.count}f32", a.type, a, b, c)
 
     def accumulate(self, total: Variable, a: ir.Value, b: ir.Value) -> None:
         total.set(self.fma(a, b, total.get()))
 
     def sqrt(self, x: ir.Value) -> ir.Value:
-        return self._float_function("sqrt", x)
+        return self._intrinsic(f"llvm.sqrt.v{x.type.count}f32", x.type, x)
 
     def rectify(self, x: ir.Value) -> ir.Value:
         """Return max(x, 0); a NaN stays one."""
@@ -548,10 +548,6 @@ class Emitter:
         row = self.builder.zext(self.builder.bitcast(mask, BYTE), INDEX)
         order = self.builder.load(self.builder.gep(table, [INDEX(0), row]), align=8)
         return self.permute(value, self.builder.zext(order, self.indices))
-
-    def _float_function(self, name: str, *values: ir.Value) -> ir.Value:
-        vector = values[0].type
-        return self._intrinsic(f"llvm.{name}.v{vector.count}f32", vector, *values)
 
     def _intrinsic(self, name: str, result: ir.Type, *values: ir.Value) -> ir.Value:
         return intrinsics.call(self.builder, self.target.features, name, result, values)

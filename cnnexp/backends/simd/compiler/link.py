@@ -50,7 +50,7 @@ def _link(data: bytes, wanted: str) -> int:
         raise ValueError
     sections = np.frombuffer(data, SECTION, header["count"], header["sections"])
     (table,) = sections[sections["kind"] == SYMTAB]
-    symbols, names = _records(data, table, SYMBOL), _content(data, sections[table["link"]])
+    symbols, names = np.frombuffer(_content(data, table), SYMBOL), _content(data, sections[table["link"]])
     # each section on its alignment, then the common symbols, which nobody writes either
     places, size = {}, 0
     for number, section in enumerate(sections):
@@ -80,7 +80,7 @@ def _link(data: bytes, wanted: str) -> int:
     # the places that name them
     for relocations in sections[sections["kind"] == RELA]:
         if (start := places.get(int(relocations["info"]))) is not None:
-            for one in _records(data, relocations, RELOCATION):
+            for one in np.frombuffer(_content(data, relocations), RELOCATION):
                 address = addresses[int(one["symbol"])]
                 if one["kind"] != ABSOLUTE_64 or not address:
                     raise ValueError
@@ -94,7 +94,3 @@ def _link(data: bytes, wanted: str) -> int:
 
 def _content(data: bytes, section: np.void) -> bytes:
     return data[section["offset"] : section["offset"] + section["size"]]
-
-
-def _records(data: bytes, section: np.void, kind: np.dtype) -> np.ndarray:
-    return np.frombuffer(_content(data, section), kind)

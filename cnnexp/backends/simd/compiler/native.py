@@ -10,7 +10,7 @@ import ctypes
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 from llvmlite import ir
@@ -18,9 +18,6 @@ from llvmlite import ir
 from cnnexp.backends.cache import host
 from cnnexp.backends.simd.compiler.entry import Array
 from cnnexp.backends.simd.compiler.link import link
-
-if TYPE_CHECKING:
-    import llvmlite.binding as llvm
 
 PACKED = "call_packed"
 """The function that takes all arguments in one array of integers: `pack`."""
@@ -51,12 +48,11 @@ class MachineCode:
         return MachineCode(symbol, tuple(needs), object_file)
 
     @staticmethod
-    def linked(symbol: str, bitcode: bytes, kernels: str) -> MachineCode:
+    def linked(bitcode: bytes, kernels: str) -> MachineCode:
         """Return a function of Numba's with the kernels that it calls, optimized by LLVM for this CPU.
 
         Args:
-            symbol, bitcode: the function. kernels: LLVM's text of a module, whose functions take the place of weak
-                ones, and which has `PACKED`.
+            kernels: LLVM's text of a module, whose functions take the place of weak ones, and which has `PACKED`.
         """
         import llvmlite.binding as llvm
 
@@ -130,8 +126,8 @@ def add_packed(module: ir.Module, symbol: str, arguments: Sequence[Array | None]
     number, pointer = ir.IntType(64), ir.IntType(8).as_pointer()
     kinds: list[ir.Type] = [pointer, pointer]
     for argument in arguments:
-        is_array = [pointer, pointer, number, number, pointer]
-        kinds += [number] if argument is None else is_array + [number] * (_count(argument) - len(is_array))
+        kinds += [pointer, pointer, number, number, pointer] if argument else []  # an array, as `_fields` has it
+        kinds += [number] * (2 * argument.dimensions if argument else 1)
     called = ir.Function(module, ir.FunctionType(ir.IntType(32), kinds), symbol)
     packed = ir.Function(module, ir.FunctionType(ir.IntType(32), [number.as_pointer()]), PACKED)
     builder = ir.IRBuilder(packed.append_basic_block())
@@ -141,13 +137,19 @@ def add_packed(module: ir.Module, symbol: str, arguments: Sequence[Array | None]
 
 
 def _link_by_llvm(made: MachineCode) -> int:
-    """Return the address of its function; raise LookupError as `Function` says."""
+    """Return the address of its function, by a linker of its own: names in one program know nothing of another's.
+
+    Raise LookupError as `Function` says.
+    """
     import llvmlite.binding as llvm
 
     def missing() -> list[str]:
         return [name for name in made.needs if llvm.address_of_symbol(name) is None]
 
-    engine = _engine()  # also what has LLVM look for names in this process
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+    machine = llvm.Target.from_triple(llvm.get_process_triple()).create_target_machine(jit=True)
+    engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)  # LLVM now looks for names in this process
     if missing():
         from numba.core.registry import cpu_target  # which brings what it calls
 
@@ -163,11 +165,6 @@ def _link_by_llvm(made: MachineCode) -> int:
     return int(address)
 
 
-def _count(argument: Array | None) -> int:
-    """Return how many integers an argument is: an array as `_fields`."""
-    return 1 if argument is None else 5 + 2 * argument.dimensions
-
-
 def _fields(array: np.ndarray, wanted: Array) -> tuple[int, ...]:
     """Return an array as Numba passes it: (owner, Python object, elements, bytes of one, address, shape, strides)."""
     fits = array.dtype == wanted.kind and array.ndim == wanted.dimensions and array.flags.c_contiguous
@@ -180,13 +177,3 @@ def address_of(array: np.ndarray) -> int:
     """Return where an array's memory is: `array.ctypes.data` takes four times as long."""
     flags = array.flags
     return ctypes.addressof(BYTE(array.data)) if flags.writeable and array.size else array.ctypes.data
-
-
-def _engine() -> llvm.ExecutionEngine:
-    """Return a linker of its own for each program: names in one know nothing of those in another."""
-    import llvmlite.binding as llvm
-
-    llvm.initialize_native_target()
-    llvm.initialize_native_asmprinter()
-    machine = llvm.Target.from_triple(llvm.get_process_triple()).create_target_machine(jit=True)
-    return llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)

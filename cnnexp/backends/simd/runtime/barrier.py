@@ -23,7 +23,6 @@ The thread it waits for has lost its core, and gets this one only if it is free:
 SLEEP = 0 if os.name == "nt" else 50
 """Microseconds; on Windows, whose sleep is many ms, the core is offered to others."""
 
-
 pause = emitted(
     types.void,
     lambda builder: host_target().has(PAUSE) and call(builder, host_target().features, PAUSE, ir.VoidType(), []),

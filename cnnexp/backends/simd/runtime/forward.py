@@ -39,9 +39,7 @@ def make_forward(plan: Plan, key: str, library: ir.Module) -> Dispatcher:
     """Return `forward`, a dispatcher as `step.make_work`'s: what one thread does of a program that only predicts."""
     compiled, images = compiler(key), plan.arena.images
     run, setup = (compose(name, plan.target, getattr(plan, name), library) for name in ("forward", "setup"))
-    gather_bytes, gather_floats = (
-        compose(f"gather_{pixel}", plan.target, kernels, library) for pixel, kernels in plan.gather.items()
-    )
+    gather_bytes, gather_floats = gathers(plan, library)
     run_part = compose("part", plan.target, [], library, [[kernel] for kernel in plan.forward], in_parts=True)
     softmax = compose("softmax", plan.target, [("softmax", lambda k: _softmax(k, plan.scores))], library)
     parts = np.array([kernel.parts if isinstance(kernel, Kernel) else 1 for _, kernel in plan.forward])
@@ -123,6 +121,11 @@ def make_forward(plan: Plan, key: str, library: ir.Module) -> Dispatcher:
             share(call, kernels, (count + images - 1) // images)
 
     return compiled(forward)
+
+
+def gathers(plan: Plan, library: ir.Module) -> list[Callable[..., None]]:
+    """Return what brings a tile's images into an arena: bytes, and floats."""
+    return [compose(f"gather_{pixel}", plan.target, kernels, library) for pixel, kernels in plan.gather.items()]
 
 
 def _softmax(k: Emitter, scores: NC) -> None:

@@ -180,11 +180,9 @@ class SimdProgram(Program[LoadedSplit]):
             raise ValueError(f"{len(indices)} images in a batch of at most {self.batch_size}")
         with self.pending.hold():
             totals = self._run(GRADIENTS, handle, indices, len(indices))
-        gradient = self._gradients[0].copy()
-        for other in self._gradients[1:]:
-            gradient += other
+        gradient = self._layout.unpack(functools.reduce(np.add, self._gradients))
         self._gradients[...] = 0
-        return totals, self._layout.unpack(gradient)
+        return totals, gradient
 
     def warm(self, handle: LoadedSplit, indices: np.ndarray) -> None:
         self.gradients(handle, indices)
@@ -213,7 +211,7 @@ class SimdProgram(Program[LoadedSplit]):
     def restore(self, state: State) -> None:
         self._pool.drain()
         whole = complete(state, self.network, self.optimizer)
-        self._slots[: len(self.optimizer.slots)] = 0  # no page of the others is ever touched
+        # no page of the slots that the optimizer does not have is ever touched
         for name, target in zip(("parameters", *self.optimizer.slots), (self._parameters, *self._slots), strict=False):
             target[...] = 0  # also what rounds up the parameters, which a lost run may have left as NaN
             self._layout.pack(whole[name], target)
@@ -236,13 +234,7 @@ class SimdProgram(Program[LoadedSplit]):
         self._forward.close()
 
     def _run(
-        self,
-        mode: int,
-        split: LoadedSplit,
-        order: np.ndarray,
-        batch: int,
-        rate: Rate = 0.0,
-        threads: int | None = None,
+        self, mode: int, split: LoadedSplit, order: np.ndarray, batch: int, rate: Rate = 0.0, threads: int | None = None
     ) -> Totals:
         """Have threads, those that work now unless a number is given, do one call of the compiled function."""
         working = threads or self._adaptive.size

@@ -14,7 +14,7 @@ from llvmlite import ir
 from numba import njit
 
 from cnnexp.backends.simd.algorithms.batch_norm import AHEAD, FIRST, SHARE, SHARES, TILES
-from cnnexp.backends.simd.compiler.compose import compose, on_arena
+from cnnexp.backends.simd.compiler.compose import compose
 from cnnexp.backends.simd.compiler.emit import Kernels
 from cnnexp.backends.simd.compiler.entry import GRADIENTS, Call
 from cnnexp.backends.simd.lowering import Plan
@@ -42,12 +42,11 @@ def clocking(plan: Plan, part: str) -> Callable[[np.ndarray], None]:
     if not plan.clocks.on:
         return _nothing
     emit = plan.clocks.start if part == "start" else lambda k: plan.clocks.charge(k, plan.step_parts[part])
-    return on_arena(part, plan.target, emit)
+    run = compose(part, plan.target, [(part, emit)])
+    return njit(lambda arena: run(arena, arena, arena, 0))
 
 
-@njit
-def _nothing(arena: np.ndarray) -> None:
-    pass
+_nothing = njit(lambda arena: None)
 
 
 def make_batch(plan: Plan, begin: Callable, finish: Callable, compiled: Callable, library: ir.Module) -> Callable:

@@ -31,7 +31,7 @@ from cnnexp.backends.simd.compiler.native import MachineCode, add_packed
 from cnnexp.backends.simd.layouts import NC
 from cnnexp.backends.simd.lowering import Plan
 from cnnexp.backends.simd.runtime.barrier import wait
-from cnnexp.backends.simd.runtime.forward import compiler, make_forward
+from cnnexp.backends.simd.runtime.forward import compiler, gathers, make_forward
 from cnnexp.backends.simd.runtime.seams import clocking, make_batch
 from cnnexp.network.losses import Loss
 from cnnexp.optimizers import Optimizer
@@ -100,24 +100,10 @@ def make_work(plan: Plan, loss: Loss, optimizer: Optimizer, key: str, library: i
     return compiled(work)
 
 
-def _make_gather(plan: Plan, compiled: Callable, library: ir.Module) -> Callable:
-    """Return what brings a tile's images into an arena."""
-    gather_bytes = compose("gather_uint8", plan.target, plan.gather["uint8"], library)
-    gather_floats = compose("gather_float32", plan.target, plan.gather["float32"], library)
-
-    def gather(call: Call, tile: np.ndarray, arena: np.ndarray) -> None:
-        if len(call.bytes_):
-            gather_bytes(call.bytes_, tile, arena, len(tile))
-        else:
-            gather_floats(call.floats, tile, arena, len(tile))
-
-    return compiled(gather, inline="always")
-
-
 def _make_batch(plan: Plan, loss: Loss, compiled: Callable, library: ir.Module) -> Callable:
     """Return what takes a thread's shares of a batch through the layers, tile by tile; see `make_batch` for seams."""
     target, images = plan.target, plan.arena.images
-    gather = _make_gather(plan, compiled, library)
+    gather_bytes, gather_floats = gathers(plan, library)
     draw = compose("draws", target, plan.draws, library)
     forward = compose("forward", target, plan.forward, library)
     backward = compose("backward", target, plan.backward, library)
@@ -127,7 +113,10 @@ def _make_batch(plan: Plan, loss: Loss, compiled: Callable, library: ir.Module) 
 
     def begin(call: Call, arena: np.ndarray, step: int, tile: np.ndarray) -> None:
         draw(call.numbers[step], tile, arena, len(tile))
-        gather(call, tile, arena)
+        if len(call.bytes_):
+            gather_bytes(call.bytes_, tile, arena, len(tile))
+        else:
+            gather_floats(call.floats, tile, arena, len(tile))
         charge_gather(arena)
 
     def finish(call: Call, arena: np.ndarray, share: int, tile: np.ndarray, batch: int) -> None:
@@ -163,22 +152,43 @@ def _make_batch(plan: Plan, loss: Loss, compiled: Callable, library: ir.Module) 
 
 
 def _make_update(plan: Plan, optimizer: Optimizer, compiled: Callable, library: ir.Module) -> Callable:
-    """Return what takes the optimizer's step of a share of the parameters."""
-    target, added = plan.target, plan.parameters.added
-    owned_updates = compose("owned_updates", target, plan.updates(optimizer), library)
+    """Return what takes the optimizer's step of a share of the parameters.
+
+    It adds up the shares' gradients in order, applies the rule and clears them: parameter by parameter where weight
+    decay spares those of one axis, else at once.
+    """
+
+    def rule(decay: float) -> Callable:
+        emit = functools.partial(update.update, optimizer=dataclasses.replace(optimizer, weight_decay=decay))
+        return compose(f"update_{decay:g}", plan.target, [("update", emit)], library)
+
+    added, whole = plan.parameters.added, np.array([[0, plan.parameters.size, 0]])
+    add = compose("add", plan.target, [("add", update.add)], library)
+    decaying = rule(optimizer.weight_decay)
+    sparing, rows = (decaying, whole) if optimizer.decay_biases else (rule(0.0), plan.parameters.rows())
+    owned_updates = compose("owned_updates", plan.target, plan.updates(optimizer), library)
     charge_wait, charge_update = (clocking(plan, name) for name in ("wait", "update"))
-    apply_update = _update(optimizer, plan, compiled, library)
 
     def update_share(call: Call, share: int, step: int, batch: int) -> None:
         """Take step number `step` of this call, on a batch of so many images."""
-        arena, shares = call.arenas[share], call.gradients.shape[0]
+        arena, shares, numbers = call.arenas[share], call.gradients.shape[0], call.numbers[step]
         charge_wait(arena)
         # those whose gradients are added up by share, in whole cache lines
         size = added if call.mode == TRAIN else len(call.parameters)
         low, high = size * share // shares // 16 * 16, size * (share + 1) // shares // 16 * 16
         if share == shares - 1:
             high = size
-        apply_update(call.parameters, call.slots, call.gradients, low, high, call.numbers[step])
+        total = call.gradients[0]
+        for other in range(1, shares):
+            add(total[low:high], call.gradients[other, low:high], numbers, high - low)
+        for i in range(len(rows)):
+            first, end = max(low, rows[i, 0]), min(high, rows[i, 1])
+            w, g = call.parameters[first:end], total[first:end]
+            s0, s1 = call.slots[0, first:end], call.slots[1, first:end]
+            if first < end and rows[i, 2] == 1:
+                sparing(w, g, s0, s1, numbers, end - first)
+            elif first < end:
+                decaying(w, g, s0, s1, numbers, end - first)
         charge_update(arena)
         # those that a thread owns
         if call.mode == TRAIN:
@@ -186,10 +196,9 @@ def _make_update(plan: Plan, optimizer: Optimizer, compiled: Callable, library: 
             known[0] = share
             for other in range(shares):
                 known[2 + other] = batch * (other + 1) // shares - batch * other // shares
-            numbers = call.numbers[step]
             owned_updates(call.parameters, call.slots[0], call.slots[1], numbers, call.arenas, known, 0)
 
-    return compiled(update_share, inline="always")  # see `_make_batch`
+    return compiled(update_share)
 
 
 def machine_code(plan: Plan, loss: Loss, optimizer: Optimizer, key: str) -> MachineCode:
@@ -214,8 +223,8 @@ def machine_code(plan: Plan, loss: Loss, optimizer: Optimizer, key: str) -> Mach
     work.compile(signature)
     compiled = work.overloads[signature.args]
     _, _, bitcode = compiled.library.serialize_using_bitcode()
-    add_packed(library, symbol := compiled.fndesc.llvm_func_name, list(arguments(call).values()))
-    return MachineCode.linked(symbol, bitcode, str(library))
+    add_packed(library, compiled.fndesc.llvm_func_name, list(arguments(call).values()))
+    return MachineCode.linked(bitcode, str(library))
 
 
 def _tile_loss(loss: Loss, scores: NC, d_scores: NC, compiled: Callable) -> Callable:
@@ -237,35 +246,3 @@ def _tile_loss(loss: Loss, scores: NC, d_scores: NC, compiled: Callable) -> Call
             totals[1] += hit
 
     return tile_loss
-
-
-def _update(optimizer: Optimizer, plan: Plan, compiled: Callable, library: ir.Module) -> Callable:
-    """Return the optimizer's part of a step: add up the threads' gradients in order, apply the rule, clear them.
-
-    Parameter by parameter where weight decay spares those of one axis, else at once.
-    """
-
-    def rule(decay: float) -> Callable:
-        emit = functools.partial(update.update, optimizer=dataclasses.replace(optimizer, weight_decay=decay))
-        return compose(f"update_{decay:g}", plan.target, [("update", emit)], library)
-
-    add = compose("add", plan.target, [("add", update.add)], library)
-    decaying, whole = rule(optimizer.weight_decay), np.array([[0, plan.parameters.size, 0]])
-    sparing, rows = (decaying, whole) if optimizer.decay_biases else (rule(0.0), plan.parameters.rows())
-
-    @compiled
-    def run(
-        parameters: np.ndarray, slots: np.ndarray, gradients: np.ndarray, low: int, high: int, numbers: np.ndarray
-    ) -> None:
-        total = gradients[0]
-        for thread in range(1, gradients.shape[0]):
-            add(total[low:high], gradients[thread, low:high], numbers, high - low)
-        for i in range(len(rows)):
-            first, end = max(low, rows[i, 0]), min(high, rows[i, 1])
-            w, g, s0, s1 = parameters[first:end], total[first:end], slots[0, first:end], slots[1, first:end]
-            if first < end and rows[i, 2] == 1:
-                sparing(w, g, s0, s1, numbers, end - first)
-            elif first < end:
-                decaying(w, g, s0, s1, numbers, end - first)
-
-    return run

@@ -92,13 +92,6 @@ def _start(rank: int, work: Callable[..., None], *more: object) -> Member:
     return thread, inbox
 
 
-def _wake(members: Sequence[Member], cores: Cores, task: object) -> None:
-    """Give the threads of rank 1 and above a task, each on a core of its own."""
-    for rank, (thread, inbox) in enumerate(members, 1):
-        cores.place(rank, thread)
-        inbox.put(task)
-
-
 def _help(rank: int, inbox: SimpleQueue, cores: Cores, task: Callable[[], object]) -> None:
     while inbox.get():
         cores.take(rank)
@@ -111,7 +104,9 @@ def _lead(tasks: SimpleQueue, threads: int) -> None:
     followers = [_start(rank, _follow, cores, finished) for rank in range(1, threads)]
     while True:
         task, working, done = tasks.get()
-        _wake(followers[: working - 1], cores, task)
+        for rank, (thread, inbox) in enumerate(followers[: working - 1], 1):
+            cores.place(rank, thread)  # each on a core of its own
+            inbox.put(task)
         if task is None:
             return
         failures = {0: _attempt(task, 0), **dict(finished.get() for _ in range(1, working))}
