@@ -115,8 +115,7 @@ def rows(sides: Sequence[Side]) -> list[Row]:
     groups = _groups([piece.layers for side in sides for piece in side.pieces])
     merged = [_merge(side, groups) for side in sides]
     keys = dict.fromkeys(key for pieces in merged for key in pieces)
-    beside = [tuple(pieces.get(key) for pieces in merged) for key in keys]
-    return [Row(next(piece.name for piece in here if piece is not None), here) for here in beside]
+    return [Row(plain_name(*key), tuple(pieces.get(key) for pieces in merged)) for key in keys]
 
 
 def sentences(sides: Sequence[Side]) -> list[str]:

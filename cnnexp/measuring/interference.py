@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -90,17 +89,12 @@ def others_share(seconds: float = QUIET_LOOK_S, proc: Path = PROC) -> float:
     return 0.0 if before is None or after is None else _shares(after - before)[0]
 
 
-def await_quiet(
-    limit_s: float, busy: Callable[[], float] = others_share, clock: Callable[[], float] = time.monotonic
-) -> float:
-    """Wait until others leave this process's cores alone, or `limit_s` are over; return the seconds, at least a look.
-
-    `busy` looks, for a while, and returns the share of the cores that others use.
-    """
-    started = clock()
-    while busy() > QUIET_BUSY and clock() - started < limit_s:
+def await_quiet(limit_s: float) -> float:
+    """Wait until others leave this process's cores alone, at most `limit_s`; return the seconds, a look's at least."""
+    started = time.monotonic()
+    while others_share() > QUIET_BUSY and time.monotonic() - started < limit_s:
         pass
-    return clock() - started
+    return time.monotonic() - started
 
 
 def _shares(passed: np.ndarray) -> tuple[float, float]:

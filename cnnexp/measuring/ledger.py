@@ -19,10 +19,9 @@ from typing import Any
 import numpy as np
 
 from cnnexp.backends.parts import Part
-from cnnexp.backends.protocol import Backend, Program, Rate
+from cnnexp.backends.protocol import Backend, Program
 from cnnexp.measuring.roofline import fused_work, machine_limits, work_per_image
 from cnnexp.network import Flatten, Network
-from cnnexp.network.losses import Totals
 from cnnexp.network.shapes import walk
 from cnnexp.training.loop import EpochResult, Observer
 
@@ -72,12 +71,8 @@ class Charged:
     """An observer of training whose time after every epoch is charged to the entry `record`."""
 
     def __init__(self, observer: Observer, ledger: Ledger) -> None:
-        self._observer, self._ledger = observer, ledger
         self.progressed = observer.progressed
-
-    def finished(self, result: EpochResult) -> bool | None:
-        with self._ledger.span("record"):
-            return self._observer.finished(result)
+        self.finished = ledger.span("record")(observer.finished)
 
 
 class Profiled:
@@ -88,20 +83,14 @@ class Profiled:
     """
 
     def __init__(self, program: Program, ledger: Ledger, train: str = "train") -> None:
-        self._program, self._ledger, self._train_entry = program, ledger, train
+        self._program, self._ledger = program, ledger
+        self._entries = {"load": "transfer", "train": train, "predict": "evaluate"}
         self._shared_s: dict[tuple[str, str], float] = defaultdict(float)
         self._is_watched = train == "train" and program.watch(self._watch)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._program, name)
-
-    def load(self, images: np.ndarray, labels: np.ndarray) -> Any:
-        with self._ledger.span("transfer"):
-            return self._program.load(images, labels)
-
-    def train(self, handle: Any, order: np.ndarray, rate: Rate) -> Totals:
-        with self._ledger.span(self._train_entry):
-            return self._program.train(handle, order, rate)
+        found = getattr(self._program, name)
+        return self._ledger.span(self._entries[name])(found) if name in self._entries else found
 
     def layers_share(self, handle: Any, order: np.ndarray, rate: float) -> float | None:
         """Train on `order`, clocked inside whatever the entry; return the share of the steps inside layers' passes.
@@ -112,7 +101,7 @@ class Profiled:
         inner = Profiled(self._program, inside)
         if not inner._is_watched:
             return None
-        with self._ledger.span(self._train_entry):
+        with self._ledger.span(self._entries["train"]):
             inner.train(handle, order, rate)
         self._program.watch(None)
         for entry, seconds in inside.seconds.items():
@@ -123,10 +112,6 @@ class Profiled:
     def shares(self) -> dict[tuple[str, str], float]:
         """Return the share of the steps that `layers_share` clocked by (what, layer); empty before."""
         return _shares(self._shared_s)
-
-    def predict(self, handle: Any) -> np.ndarray:
-        with self._ledger.span("evaluate"):
-            return self._program.predict(handle)
 
     def _watch(self, layer: str, what: str) -> AbstractContextManager:
         return self._ledger.span(what, layer) if self._ledger.inside("train") else contextlib.nullcontext()
@@ -155,8 +140,7 @@ def report(ledger: Ledger, program: Profiled, epochs: Sequence[EpochResult], bac
     limits = dict(backend.limits())
     found["machine"] = limits if "gb_per_s" in limits else {**machine_limits(backend.threads), **limits}
     trained_s = _trained_s(ledger.seconds)
-    rows = program.explain()
-    found["ways"] = {" ".join(row.layers): row.algorithm for row in rows if row.layers} or {
+    found["ways"] = {row.name: row.algorithm for row in program.explain() if row.layers} or {
         part.name: part.kernel for part in own if part.what == "forward" and part.multiply_adds
     }
     layers = list(_fused(own, program, images) if own else _layers(ledger.seconds, program, images))
@@ -243,12 +227,10 @@ def _fused(parts: Mapping[Part, float], program: Profiled, images: int) -> Itera
     """Yield the passes of the groups of layers that a fused program computes at once."""
     stages = {stage.name: stage for stage in walk(program.network.stages)}
     first = _first_trained(program.network)
-    passes = dict.fromkeys((part.what, part.layers) for part in parts if part.what in KERNELS)
-    for what, layers in passes:
+    own_passes = (part for part in parts if part.what in KERNELS and part.layers != ("loss",))
+    for what, layers in dict.fromkeys((part.what, part.layers) for part in own_passes):
         own = {part: seconds for part, seconds in parts.items() if (part.what, part.layers) == (what, layers)}
         group = [stages[name] for name in layers if name in stages]
-        if not group and layers == ("loss",):
-            continue
         any_part = next(iter(own))
         flops, size = fused_work(group, what, program.batch_size, first not in layers, any_part.multiply_adds)
         row = _row(layers, what, sum(own.values()), images, flops, size, any_part.multiply_adds)

@@ -1,14 +1,14 @@
 """Castanheira and Ingelse (2021): a convolutional network on MNIST, on one CPU core, on several and on a GPU."""
 
-from cnnexp.papers.experiment import Column, Experiment, Line, on, over
+from cnnexp.papers.experiment import Column, Experiment, line, over
 from cnnexp.papers.measures import accuracy, images_per_s
 
 LINES = (
-    Line("sequential CPU: cpu", on("cpu")),
-    Line("parallel CPU: cpu-parallel", on("cpu-parallel")),
-    Line("GPU: gpu-naive", on("gpu-naive")),
-    Line("ours, CPU: cpu-simd", on("cpu-simd")),
-    Line("ours, GPU: gpu-fused", on("gpu-fused")),
+    line("sequential CPU: cpu"),
+    line("parallel CPU: cpu-parallel"),
+    line("GPU: gpu-naive"),
+    line("ours, CPU: cpu-simd"),
+    line("ours, GPU: gpu-fused"),
 )
 NOTES = (
     "The paper drew its times and printed no numbers but these: the GPU is up to 3 times as fast as the CPU, and "
@@ -47,16 +47,16 @@ EXPERIMENTS = {
         title="What castanheira's future work brings, step by step",
         source="Castanheira and Ingelse (2021), section 6, built here",
         lines=(
-            Line("CPU as published: cpu-published", on("cpu-published")),
-            Line("+ place of the maximum kept: cpu-published-argmax", on("cpu-published-argmax")),
-            Line("+ gradients summed in place: cpu", on("cpu")),
-            Line("+ threads: cpu-parallel", on("cpu-parallel")),
-            Line("+ layers fused, vector kernels: cpu-simd", on("cpu-simd")),
-            Line("GPU, global memory: gpu-naive", on("gpu-naive")),
-            Line("+ input in shared memory: gpu-shared-input", on("gpu-shared-input")),
-            Line("+ filters too: gpu-shared", on("gpu-shared")),
-            Line("+ block sizes measured: gpu-tuned", on("gpu-tuned")),
-            Line("+ layers fused: gpu-fused", on("gpu-fused")),
+            line("CPU as published: cpu-published"),
+            line("+ place of the maximum kept: cpu-published-argmax"),
+            line("+ gradients summed in place: cpu"),
+            line("+ threads: cpu-parallel"),
+            line("+ layers fused, vector kernels: cpu-simd"),
+            line("GPU, global memory: gpu-naive"),
+            line("+ input in shared memory: gpu-shared-input"),
+            line("+ filters too: gpu-shared"),
+            line("+ block sizes measured: gpu-tuned"),
+            line("+ layers fused: gpu-fused"),
         ),
         columns=(Column("epoch (s)"), Column("images per second", measure=images_per_s)),
         notes=("These are our own steps, each with all before it on its processor; the paper has no such table.",),

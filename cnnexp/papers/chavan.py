@@ -1,6 +1,6 @@
 """Chavan and Kulkarni: convolutions on a GPU, and workers that average."""
 
-from cnnexp.papers.experiment import Column, Experiment, Line, on, over
+from cnnexp.papers.experiment import Column, Experiment, Line, line, on, over
 from cnnexp.papers.measures import layer_ms, metric
 
 GPU_NOTE = (
@@ -44,12 +44,8 @@ EXPERIMENTS = {
     "chavan_fig3": Experiment(
         title="Training time of several K-N-M-10 networks",
         source="Chavan and Kulkarni, figure 3",
-        lines=(
-            Line("CPU: cpu", on("cpu")),
-            Line("ours: cpu-parallel", on("cpu-parallel")),
-            Line("ours: cpu-simd", on("cpu-simd")),
-            Line("GPU: gpu-naive", on("gpu-naive")),
-            Line("ours: gpu-fused", on("gpu-fused")),
+        lines=tuple(
+            map(line, ("CPU: cpu", "ours: cpu-parallel", "ours: cpu-simd", "GPU: gpu-naive", "ours: gpu-fused"))
         ),
         columns=tuple(
             Column(f"{k}-{n}-{m}-10", {"model.kernel": k, "model.filters": n, "model.hidden": m}) for k, n, m in KNM

@@ -7,15 +7,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from cnnexp.errors import DataError
 from cnnexp.measuring import cost_model, environment
 from cnnexp.papers import EXPERIMENTS
 from cnnexp.papers.experiment import Column, Experiment, Line
 from cnnexp.papers.measures import Job
 from cnnexp.tracking.events import JOURNAL, LACKING, read_journal
-from cnnexp.tracking.journal import PREDICTIONS
 from cnnexp.tracking.metrics import leaves
 
 FACTS = "sweep.json"  # of a sweep's folder: what was run, where
@@ -127,11 +124,3 @@ def _why(chosen: Sequence[Job]) -> str:
 def scaling_label(row: Mapping[str, Any]) -> str:
     """Return the name of a row's link and of how its workers keep together."""
     return f"{row['link']}; {'gradients at every step' if row['sync'] == 'gradients' else 'parameters once an epoch'}"
-
-
-def recalls(job: Job) -> list[float]:
-    """Return the recall of each class on the test split."""
-    with np.load(Path(job.folder) / PREDICTIONS, allow_pickle=False) as arrays:
-        labels, predicted = arrays["labels"], arrays["predicted"]
-    found, there = np.bincount(labels[predicted == labels], minlength=labels.max() + 1), np.bincount(labels)
-    return (found / np.maximum(there, 1)).tolist()

@@ -55,6 +55,11 @@ def on(backend: str) -> dict[str, Any]:
     return {"backend.name": backend}
 
 
+def line(label: str, *published: float | None) -> Line:
+    """Return a line made by the jobs of the backend that its label ends in, as `GPU: gpu-naive` does."""
+    return Line(label, on(label.rpartition(": ")[2]), published)
+
+
 def over(key: str, values: Sequence[float], title: str = "{}") -> tuple[Column, ...]:
     """Return a column for each value of a config key, under `title` with the value in it."""
     return tuple(Column(title.format(value), {key: value}, x=float(value)) for value in values)

@@ -10,7 +10,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
-from cnnexp.papers.compare import Cell, Result, pick, recalls, scaling_label
+from cnnexp.papers.compare import Cell, Result, pick, scaling_label
 from cnnexp.papers.measures import per_epoch
 from cnnexp.system.table import number
 from cnnexp.tracking.figures import Figure, column_of, entitle, label_axes, new_figure
@@ -166,11 +166,12 @@ def _epochs(result: Result) -> Figure:
     axes.set_ylim(bottom=0)
     finished = [job for job in result.jobs if job.status == "FINISHED"]
     if experiment.recall and finished:
-        values = recalls(max(finished, key=lambda job: job.metrics["final/test_accuracy"]))
+        best = max(finished, key=lambda job: job.metrics["final/test_accuracy"])
+        values = [value for name, value in best.epochs[-1].items() if name.startswith("recall/")]
         bars = panels[1].bar(range(len(values)), values, color=BLUE)
         panels[1].bar_label(bars, [f"{value:.3f}" for value in values], fontsize="x-small")
         panels[1].set_xticks(range(len(values)))
-        panels[1].set_ylim(min(0.9, *values) - 0.02, 1.01)
+        panels[1].set_ylim(min([0.9, *values]) - 0.02, 1.01)
         label_axes(panels[1], "class", "recall on the test split")
     _legend(figure, axes, missing)
     return figure

@@ -1,6 +1,6 @@
 """Garg, Joshi and Sahu: seven ways to compute a convolution."""
 
-from cnnexp.papers.experiment import Column, Experiment, Line, on, over
+from cnnexp.papers.experiment import Experiment, Line, line, over
 from cnnexp.papers.measures import accuracy, seconds_per_iteration
 
 BATCHES = over("trainer.batch_size", (64, 32), "batch {}")
@@ -19,17 +19,17 @@ EXPERIMENTS = {
         source="Garg, Joshi and Sahu, table 1",
         quantity="seconds per iteration (one batch)",
         lines=(
-            Line("naive conv: python", on("python"), (262, 154)),
-            Line("normal conv: numpy", on("numpy"), (12.71, 7.56)),
-            Line("normal conv, parallel, 40 cores: numpy-parallel", on("numpy-parallel"), (2.42, 1.61)),
-            Line("normal conv, parallel, 4 cores: numpy-parallel", on("numpy-parallel"), (7.12, 4.23)),
-            Line("unrolled conv: unrolled", on("unrolled"), (7.01, 4.94)),
-            Line("unrolled conv, parallel, 40 cores: unrolled-parallel", on("unrolled-parallel"), (3.02, 2.25)),
-            Line("unrolled conv, parallel, 4 cores: unrolled-parallel", on("unrolled-parallel"), (5.25, 3.0)),
-            Line("CUDA conv: gpu-naive", on("gpu-naive"), (4.06, 2.83)),
-            Line("Keras: keras", on("keras"), (0.6, 0.45)),
-            Line("ours: torch", on("torch")),
-            Line("ours: cpu-simd", on("cpu-simd")),
+            line("naive conv: python", 262, 154),
+            line("normal conv: numpy", 12.71, 7.56),
+            line("normal conv, parallel, 40 cores: numpy-parallel", 2.42, 1.61),
+            line("normal conv, parallel, 4 cores: numpy-parallel", 7.12, 4.23),
+            line("unrolled conv: unrolled", 7.01, 4.94),
+            line("unrolled conv, parallel, 40 cores: unrolled-parallel", 3.02, 2.25),
+            line("unrolled conv, parallel, 4 cores: unrolled-parallel", 5.25, 3.0),
+            line("CUDA conv: gpu-naive", 4.06, 2.83),
+            line("Keras: keras", 0.6, 0.45),
+            line("ours: torch"),
+            line("ours: cpu-simd"),
         ),
         columns=BATCHES,
         measure=seconds_per_iteration,
@@ -40,14 +40,14 @@ EXPERIMENTS = {
         source="Garg, Joshi and Sahu, table 2",
         quantity="test accuracy (%)",
         lines=(
-            Line("normal conv: numpy", on("numpy"), (97.06, 95.95)),
-            Line("normal conv, parallel: numpy-parallel", on("numpy-parallel"), (97.00, 97.55)),
-            Line("unrolled conv: unrolled", on("unrolled"), (97.45, 97.75)),
-            Line("unrolled conv, parallel: unrolled-parallel", on("unrolled-parallel"), (97.63, 97.7)),
-            Line("CUDA conv: gpu-naive", on("gpu-naive"), (96, 96.5)),
-            Line("Keras: keras", on("keras"), (98.7, 98.8)),
-            Line("ours: torch", on("torch")),
-            Line("ours: cpu-simd", on("cpu-simd")),
+            line("normal conv: numpy", 97.06, 95.95),
+            line("normal conv, parallel: numpy-parallel", 97.00, 97.55),
+            line("unrolled conv: unrolled", 97.45, 97.75),
+            line("unrolled conv, parallel: unrolled-parallel", 97.63, 97.7),
+            line("CUDA conv: gpu-naive", 96, 96.5),
+            line("Keras: keras", 98.7, 98.8),
+            line("ours: torch"),
+            line("ours: cpu-simd"),
         ),
         columns=BATCHES,
         measure=accuracy,
@@ -62,9 +62,7 @@ EXPERIMENTS = {
         source="Garg, Joshi and Sahu, sections 6.2, 7.3 and 7.4",
         quantity="test accuracy (%) after the last epoch",
         lines=tuple(Line(f"learning rate {rate:g}", {"optimizer.lr": rate}) for rate in (0.0001, 0.001, 0.01)),
-        columns=tuple(
-            Column(f"{size:,} training images", {"dataset.train_size": size}, x=size) for size in (6000, 20000, 60000)
-        ),
+        columns=over("dataset.train_size", (6000, 20000, 60000), "{:,} training images"),
         measure=accuracy,
         by_epoch="train/loss",
         recall=True,

@@ -1,8 +1,8 @@
 """Khandait, Kanthed, Singh and Kumar: a network of linear layers, and Amdahl's limit."""
 
 from cnnexp.measuring.amdahl import amdahl_limit
-from cnnexp.papers.experiment import Column, Experiment, Line, on
-from cnnexp.papers.measures import accuracy, epoch_s, limit, metric, test_loss
+from cnnexp.papers.experiment import Column, Experiment, Line, line, on
+from cnnexp.papers.measures import accuracy, epoch_s, limit, metric
 
 NOTE = "The paper's GPU is a GTX 1050 Ti with 768 cores; the sizes of its network and of its batches are not published."
 
@@ -12,14 +12,14 @@ EXPERIMENTS = {
         source="Khandait, Kanthed, Singh and Kumar, section III",
         quantity="test loss, test accuracy (%) and epoch time (ms)",
         lines=(
-            Line("serial CPU: cpu", on("cpu"), (0.106, 100, None)),
-            Line("ours: cpu-parallel", on("cpu-parallel")),
-            Line("ours: cpu-simd", on("cpu-simd")),
-            Line("GPU: gpu-naive", on("gpu-naive"), (0.106, 100, None)),
-            Line("ours: gpu-fused", on("gpu-fused")),
+            line("serial CPU: cpu", 0.106, 100, None),
+            line("ours: cpu-parallel"),
+            line("ours: cpu-simd"),
+            line("GPU: gpu-naive", 0.106, 100, None),
+            line("ours: gpu-fused"),
         ),
         columns=(
-            Column("test loss", measure=test_loss),
+            Column("test loss", measure=lambda job: job.epochs[-1]["test/loss"]),
             Column("test accuracy (%)", measure=accuracy),
             Column("epoch (ms)", measure=lambda job: 1e3 * epoch_s(job)),
         ),

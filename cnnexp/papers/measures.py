@@ -59,18 +59,9 @@ def layer_ms(layers: str, *passes: str) -> Measure:
 
 def limit(speedup: float | None) -> Measure:
     """Return a measure: Amdahl's limit for the profile's parallel share; None takes the job's threads as speedup."""
-
-    def measure(job: Job) -> float | None:
-        share = job.metrics.get("profile/parallel_share")
-        return None if share is None else amdahl_limit(share, speedup or job.threads)
-
-    return measure
+    parallel_share = metric("profile/parallel_share")
+    return lambda job: None if (p := parallel_share(job)) is None else amdahl_limit(p, speedup or job.threads)
 
 
 accuracy = metric("final/test_accuracy", 100)
 images_per_s = metric("throughput/median_images_per_s")  # of training; the median over epochs
-
-
-def test_loss(job: Job) -> float:
-    """Mean loss on the test split after the last epoch."""
-    return job.epochs[-1]["test/loss"]

@@ -25,29 +25,27 @@ def write(folder: Path, key: str) -> None:
     (target / "report.md").write_text(markdown(result), encoding="utf-8")
 
 
-def texts(cell: Cell) -> tuple[str, str, str]:
-    """Return a cell as texts: published, ours, ratio."""
+def texts(cell: Cell) -> dict[str, str]:
+    """Return a cell as texts, by the heading under which each stands."""
     ours = cell.why if cell.ours is None else number(cell.ours)
     if cell.spread is not None:
         ours += f" ± {number(cell.spread)}"
     published = "" if cell.published is None else f"{cell.published:,g}"
-    return published, ours, "" if cell.ratio is None else f"{cell.ratio:.3g}"
+    ratio = "" if cell.ratio is None else f"{cell.ratio:.3g}"
+    both = f"{ours} ({published})" if published else ours
+    return {"paper": published, "ours": ours, "ours / paper": ratio, "ours (paper)": both}
 
 
 def table_of(result: Result) -> Table:
     """Return the comparison: the paper's numbers, ours and their ratio where the paper has any, else ours alone."""
-    columns, groups, rows = result.experiment.columns, [], []
-    three = ("ours (paper)",) if len(columns) > WIDE else ("paper", "ours", "ours / paper")
-    for i, column in enumerate(columns):
-        printed = any(row[i].published is not None for row in result.cells)
-        groups.append(Group(column.title, three if printed else ("ours",)))
-    for line, cells in zip(result.experiment.lines, result.cells, strict=True):
-        rows.append([line.label])
+    lines, columns = result.experiment.lines, result.experiment.columns
+    compared = ("ours (paper)",) if len(columns) > WIDE else ("paper", "ours", "ours / paper")
+    printed = [any(row[i].published is not None for row in result.cells) for i in range(len(columns))]
+    groups = [Group(column.title, compared if has else ("ours",)) for column, has in zip(columns, printed, strict=True)]
+    rows = [[line.label] for line in lines]
+    for row, cells in zip(rows, result.cells, strict=True):
         for group, cell in zip(groups, cells, strict=True):
-            published, ours, ratio = texts(cell)
-            if group.headings == ("ours (paper)",) and published:
-                ours += f" ({published})"
-            rows[-1] += (published, ours, ratio) if len(group.headings) == 3 else (ours,)
+            row += [texts(cell)[heading] for heading in group.headings]
     return Table(groups, rows)
 
 

@@ -1,6 +1,6 @@
 """Recipes that people know, from Keras's and PyTorch's examples and from papers, each under three backends."""
 
-from cnnexp.papers.experiment import Column, Experiment, Line, on
+from cnnexp.papers.experiment import Column, Experiment, line
 from cnnexp.papers.measures import accuracy, training_s
 
 START = (
@@ -16,7 +16,7 @@ def recipe(title: str, source: str, published: float | None, *notes: str) -> Exp
         title=title,
         source=source,
         quantity="accuracy of the test images (%) and training time (s)",
-        lines=tuple(Line(backend, on(backend), (published,)) for backend in ("cpu-simd", "keras", "torch")),
+        lines=tuple(line(backend, published) for backend in ("cpu-simd", "keras", "torch")),
         columns=(Column("accuracy (%)", measure=accuracy), Column("training time (s)", measure=training_s)),
         notes=(*notes, START, CHOICE),
     )

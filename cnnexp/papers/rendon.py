@@ -1,6 +1,6 @@
 """Rendón and Sanseviero (2018): a small network in plain Python, Numba and Keras."""
 
-from cnnexp.papers.experiment import Column, Experiment, Line, on
+from cnnexp.papers.experiment import Column, Experiment, line
 from cnnexp.papers.measures import accuracy, epoch_s
 
 EXPERIMENTS = {
@@ -9,12 +9,12 @@ EXPERIMENTS = {
         source='Rendón and Sanseviero (2018), section "Resultado"',
         quantity="accuracy (%) and training time (s)",
         lines=(
-            Line("CPU: python", on("python"), (91.01, 7341)),
-            Line("CPU, Numba JIT: cpu", on("cpu"), (None, 4620)),
-            Line("Keras on CPU: keras", on("keras"), (94.85, 38)),
-            Line("Keras on GPU: gpu-fused", on("gpu-fused"), (94.91, 16)),
-            Line("ours: torch", on("torch")),
-            Line("ours: cpu-simd", on("cpu-simd")),
+            line("CPU: python", 91.01, 7341),
+            line("CPU, Numba JIT: cpu", None, 4620),
+            line("Keras on CPU: keras", 94.85, 38),
+            line("Keras on GPU: gpu-fused", 94.91, 16),
+            line("ours: torch"),
+            line("ours: cpu-simd"),
         ),
         columns=(Column("accuracy (%)", measure=accuracy), Column("training time (s)", measure=epoch_s)),
         notes=(

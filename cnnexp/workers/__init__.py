@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal
 from cnnexp.backends.protocol import Backend, Program
 from cnnexp.errors import ConfigError
 from cnnexp.measuring.environment import launched_rank
-from cnnexp.system.ranges import check_range
+from cnnexp.system.ranges import check_fields, ranged
 from cnnexp.system.registry import Registry
 from cnnexp.workers.replica import Spec, divide_threads
 
@@ -39,14 +39,13 @@ class _Parallel:
     """What `Local` and `Mpi` have in common; `conf/workers/<name>.yaml` explains the fields of each."""
 
     sync: Literal["gradients", "parameters", "hybrid"] = "gradients"
-    period: int | None = None
-    heartbeat_timeout_s: float = 300.0
+    period: int | None = ranged(None, ">= 1, or null for once an epoch")
+    heartbeat_timeout_s: float = ranged(300.0, ">= 1 seconds")
 
     def __post_init__(self) -> None:
-        check_range("workers.period", self.period, ">= 1, or null for once an epoch")
+        check_fields(self, "workers")
         if self.period is not None and self.sync != "parameters":
             raise ConfigError(f"workers.period={self.period}: only with workers.sync=parameters, not {self.sync}")
-        check_range("workers.heartbeat_timeout_s", self.heartbeat_timeout_s, ">= 1 seconds")
 
     def _spec(self, workers: int, *compiling: Any) -> Spec:
         spec = Spec(*(*compiling, self.sync, self.period))
@@ -60,11 +59,7 @@ class Local(_Parallel):
     """Processes of this machine, `count` of them, >= 1; one is the backend's own program."""
 
     name: ClassVar[str] = "local"
-    count: int = 2
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_range("workers.count", self.count, ">= 1")
+    count: int = ranged(2, ">= 1")
 
     def share_cores(self, backend: Backend) -> Backend:
         return divide_threads(backend, self.count)

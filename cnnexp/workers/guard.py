@@ -13,6 +13,7 @@ guard says `lost`.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import os
 import secrets
@@ -47,7 +48,7 @@ class Member:
         self._on_lost, self._leaving, self._speaking = on_lost, threading.Event(), threading.Lock()
         self._say(f"{token} {rank} {socket.gethostname()} {os.getpid()}")
         threading.Thread(target=self._listen, daemon=True).start()
-        beat(self._say_alive, BEAT_S, self._leaving)
+        beat(functools.partial(self._say, "alive"), BEAT_S, self._leaving)
 
     def expect(self, timeout_s: float) -> None:
         """Say for how long, from now on, a worker may be silent before the run ends."""
@@ -64,12 +65,8 @@ class Member:
         self._say("failed " + reason.replace("\n", " "))
 
     def _say(self, line: str) -> None:
-        with self._speaking:
+        with self._speaking, contextlib.suppress(OSError):  # `_listen` sees to a guard that is gone
             self._socket.sendall(line.encode()[: LINE_BYTES - 1] + b"\n")
-
-    def _say_alive(self) -> None:
-        with contextlib.suppress(OSError):  # `_listen` sees to it
-            self._say("alive")
 
     def _listen(self) -> None:
         with contextlib.suppress(OSError):

@@ -13,13 +13,11 @@ import signal
 import sys
 import threading
 import time
-import weakref
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from multiprocessing.process import BaseProcess
-from multiprocessing.reduction import DupFd
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 import psutil
@@ -48,7 +46,7 @@ class PipeSemaphore:
     """
 
     def __init__(self, count: int = 0) -> None:
-        self._use(*os.pipe())
+        self.__setstate__(_CONTEXT.Pipe(duplex=False))
         for _ in range(count):
             self.release()
 
@@ -63,18 +61,15 @@ class PipeSemaphore:
         except BlockingIOError:  # another process was faster
             return False
 
-    def __getstate__(self) -> tuple[Any, Any]:
-        return DupFd(self._reader), DupFd(self._writer)
+    def __getstate__(self) -> tuple[Connection, Connection]:
+        return self._ends
 
-    def __setstate__(self, ends: tuple[Any, Any]) -> None:
-        self._use(*(end.detach() for end in ends))
-
-    def _use(self, reader: int, writer: int) -> None:
-        self._reader, self._writer, self._poll = reader, writer, select.poll()
-        os.set_blocking(reader, False)
-        self._poll.register(reader, select.POLLIN)
-        for end in (reader, writer):
-            weakref.finalize(self, os.close, end)
+    def __setstate__(self, ends: tuple[Connection, Connection]) -> None:
+        self._ends = ends  # they close the pipe when they are gone
+        self._reader, self._writer = (end.fileno() for end in ends)
+        os.set_blocking(self._reader, False)
+        self._poll = select.poll()
+        self._poll.register(self._reader, select.POLLIN)
 
 
 class SharedBuffer:

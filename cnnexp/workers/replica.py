@@ -188,7 +188,8 @@ class ParameterReplica(Replica):
         waiting: list[tuple[np.ndarray, float]] = []
         for step, rate in enumerate(rates):
             batch = order[step * self.batch_size : (step + 1) * self.batch_size]
-            waiting.append((batch[share(len(batch), self.collective.size, self.collective.rank)], rate))
+            if len(mine := batch[share(len(batch), self.collective.size, self.collective.rank)]):
+                waiting.append((mine, rate))
             images = np.array(shares(len(batch), self.collective.size))
             self._since += np.stack([images > 0, images])
             self._batches, self._seen = self._batches + 1, self._seen + len(batch)
@@ -204,12 +205,11 @@ class ParameterReplica(Replica):
         return _totals(message)
 
     def _train_alone(self, split: Loaded, parts: list[tuple[np.ndarray, float]]) -> Totals:
-        parts = [(images, rate) for images, rate in parts if len(images)]
         if not parts:
             return NOTHING
-        order = np.concatenate([images for images, _ in parts])
-        self._images += len(order)
-        return self.program.train(split.whole, order, np.array([rate for _, rate in parts]))
+        images, rates = zip(*parts, strict=True)
+        self._images += len(order := np.concatenate(images))
+        return self.program.train(split.whole, order, np.array(rates))
 
     def _average(self) -> None:
         rank, (steps, images) = self.collective.rank, self._since

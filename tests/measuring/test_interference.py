@@ -94,8 +94,9 @@ def test_a_process_on_our_core_is_other_work_and_a_child_of_ours_is_not():
     assert shares["child"].others < shares["other"].others
 
 
-def test_patience_ends_with_quiet_or_with_its_limit():
+def test_patience_ends_with_quiet_or_with_its_limit(monkeypatch):
     clock = FakeClock()
+    monkeypatch.setattr(interference.time, "monotonic", clock)
 
     def waited(*shares):
         found = iter(shares)
@@ -104,7 +105,8 @@ def test_patience_ends_with_quiet_or_with_its_limit():
             clock.advance(0.5)
             return next(found)
 
-        return await_quiet(10.0, look, clock)
+        monkeypatch.setattr(interference, "others_share", look)
+        return await_quiet(10.0)
 
     assert (waited(0.9, 0.5, 0.05, 0.9), waited(*[1.0] * 50)) == (1.5, 10.0)
     assert waited(0.0) == 0.5

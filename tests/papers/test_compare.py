@@ -32,7 +32,8 @@ def test_cells_have_mean_spread_and_ratio_and_speedups_are_against_the_same_colu
     (cell,) = as_cells(table, [make_job(accuracy=0.4), make_job(accuracy=0.6), make_job("cpu", accuracy=0.9)])[0]
     assert (cell.ours, cell.published, cell.ratio) == pytest.approx((50.0, 25.0, 2.0))
     assert cell.spread == pytest.approx(14.142, abs=1e-3)
-    assert texts(cell) == ("25", "50.00 ± 14.14", "2")
+    shown = {"paper": "25", "ours": "50.00 ± 14.14", "ours / paper": "2", "ours (paper)": "50.00 ± 14.14 (25)"}
+    assert texts(cell) == shown
 
     lines = (Line("a", {"backend.name": "cpu-simd"}, against={"backend.name": "cpu"}),)
     columns = tuple(Column(str(n), {"model.filters": n}) for n in (1, 2))
@@ -45,7 +46,7 @@ def test_cells_have_mean_spread_and_ratio_and_speedups_are_against_the_same_colu
 def test_what_could_not_be_run_says_why(status, why):
     table = Experiment("t", "s", (Line("a", {"backend.name": "gpu-naive"}, (4.06,)),), (Column("c"),))
     (cell,) = as_cells(table, [make_job("gpu-naive", status=status)] if status else [])[0]
-    assert texts(cell) == ("4.06", why, "")
+    assert texts(cell) == {"paper": "4.06", "ours": why, "ours / paper": "", "ours (paper)": f"{why} (4.06)"}
 
 
 def test_amdahl_with_the_papers_inputs_and_an_epoch_cut_short_is_scaled():
