@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -164,9 +163,8 @@ def _pixels(array: np.ndarray) -> np.ndarray:
     return array.reshape(-1, array.shape[3])
 
 
-@dataclass(frozen=True)
 class Cpu(SequentialBackend):
     """Numba on one thread: the baseline of every speedup."""
 
-    name: ClassVar[str] = "cpu"
-    ops: ClassVar[type[CpuOps]] = CpuOps
+    name = "cpu"
+    ops = CpuOps

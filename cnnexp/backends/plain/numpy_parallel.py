@@ -8,8 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 import numpy as np
 
@@ -84,12 +83,11 @@ class SplitOps:
             dbs.sum(axis=0, out=db)
 
 
-@dataclass(frozen=True)
 class NumpyParallel(ThreadedBackend):
     """`numpy` with the images of a batch split over threads."""
 
-    name: ClassVar[str] = "numpy-parallel"
-    ops: ClassVar[type[NumpyOps]] = NumpyOps
+    name = "numpy-parallel"
+    ops = NumpyOps
 
     def compile(self, network: Network, loss: Loss, optimizer: Optimizer, batch_size: int) -> LayerwiseProgram:
         ops = SplitOps(self.ops(), self.thread_count)
@@ -97,9 +95,8 @@ class NumpyParallel(ThreadedBackend):
         return LayerwiseProgram(cast(Ops, ops), *what, release=ops.pool.shutdown, scope=one_blas_thread)
 
 
-@dataclass(frozen=True)
 class UnrolledParallel(NumpyParallel):
     """`unrolled` with the images of a batch split over threads."""
 
-    name: ClassVar[str] = "unrolled-parallel"
-    ops: ClassVar[type[NumpyOps]] = UnrolledOps
+    name = "unrolled-parallel"
+    ops = UnrolledOps
