@@ -29,7 +29,7 @@ from typing import TypeVar
 import llvmlite
 
 from cnnexp import optimizers
-from cnnexp.network import Elementwise, Network, Residual, elementwise, layers, losses, noise, shapes
+from cnnexp.network import Elementwise, Network, elementwise, layers, losses, noise, shapes
 from cnnexp.system.files import open_regular, remove_leftovers
 
 log = logging.getLogger(__name__)
@@ -145,9 +145,8 @@ def source_files() -> list[Path]:
 
 def program_key(signature: object, described: tuple[object, ...]) -> str:
     """Return the hash of all that machine code of a signature depends on; what is `described` differs in its `repr`."""
-    rules = [rule for thing in described for rule in _rules(thing)]
-    identities = [_identity(thing) for thing in described]
-    facts = (sys.version, _numba_version(), llvmlite.__version__, host(), str(signature), *rules, *identities)
+    identities = map(_identity, described)
+    facts = (sys.version, _numba_version(), llvmlite.__version__, host(), str(signature), *identities)
     return hashlib.sha256(digest(tuple(source_files())) + repr(facts).encode()).hexdigest()
 
 
@@ -171,27 +170,18 @@ def digest(files: tuple[Path, ...]) -> bytes:
 def _identity(described: object) -> object:
     """Return what says a thing whole: a network's own text is one line, which many share.
 
-    Of an optimizer, all but the learning rate, which comes with every step: a search for one compiles once. `_rules`
-    covers a rule that closes over it.
+    The rules of layers and optimizers may be from outside this package. Of an optimizer's numbers it has all but the
+    learning rate, which comes with every step, so that a search for one compiles once; a rule may close over it.
     """
     match described:
         case Network():
-            return described.input_shape, [layers.describe_layer(layer) for layer in described.layers]
+            placed = (stage.layer for stage in shapes.walk(described.stages))
+            rules = [elementwise.fingerprint(layer) for layer in placed if isinstance(layer, Elementwise)]
+            return described.input_shape, [layers.describe_layer(layer) for layer in described.layers], rules
         case optimizers.Optimizer():
-            return type(described), {**dataclasses.asdict(described), "lr": None}
+            numbers = {**dataclasses.asdict(described), "lr": None}
+            return type(described), numbers, elementwise.code_of(described.rule())
     return described
-
-
-def _rules(described: object) -> list[object]:
-    """Return what identifies the rules of layers and optimizers, which may be from outside this package."""
-    match described:
-        case Network(layers=inner) | Residual(layers=inner):
-            return [rule for layer in inner for rule in _rules(layer)]
-        case Elementwise():
-            return [elementwise.fingerprint(described)]
-        case optimizers.Optimizer():
-            return [elementwise.code_of(described.rule())]
-    return []
 
 
 def read_private(path: Path) -> bytes | None:

@@ -44,8 +44,11 @@ def need_compiler() -> None:
 
 
 @dataclass(frozen=True)
-class HostBackend(Backend):
-    """A backend on the CPU: unless it has a `compile` of its own, its programs run `ops` layer by layer."""
+class SequentialBackend(Backend):
+    """A backend on one thread of the CPU: unless it has a `compile` of its own, its programs run `ops` layer by layer.
+
+    It is a dataclass, and so is what inherits from it: who adds no field has nothing to declare.
+    """
 
     ops: ClassVar[type[Any]]  # the class of its operations
 
@@ -58,13 +61,8 @@ class HostBackend(Backend):
 
 
 @dataclass(frozen=True)
-class SequentialBackend(HostBackend):
-    """A backend on one thread of the CPU: as `HostBackend` has it, under a name that says so."""
-
-
-@dataclass(frozen=True)
-class ThreadedBackend(HostBackend):
-    """What backends on several threads of the CPU have in common."""
+class ThreadedBackend(SequentialBackend):
+    """The same on several threads of the CPU."""
 
     threads: int | None = None  # type: ignore[assignment]  # 1 to the usable cores: all of them if None is given
 

@@ -13,6 +13,7 @@ import functools
 import math
 import types
 import zlib
+from typing import Any
 
 import numba
 import numpy as np
@@ -45,18 +46,20 @@ class Kernel:
     code is kept by `cache`, not by Numba's, which reads what is damaged, or anybody's, as if it were whole.
 
     Args:
-        name: of this one among others of the same function; the function's own if None.
-        bound: globals that the function has in this one alone, by their names.
+        name: of this one among others of the same function, and of their rules; the function's own if None.
+        rules: the scalar functions that it calls in this one alone, by its names for them.
     """
 
-    def __init__(self, function: types.FunctionType, signature: str, name: str | None = None, **bound: object) -> None:
-        self._function, self._signature, self._bound = function, signature, bound
-        self._name = name or function.__qualname__
+    def __init__(self, function: types.FunctionType, signature: str, name: str | None = None, **rules: Any) -> None:
+        self._function, self._signature, self._name = function, signature, name or function.__qualname__
+        for rule in rules.values():
+            rule.__qualname__ = f"rule_of_{name}"
+        self._rules = {called: numba.njit(rule, **OPTIONS) for called, rule in rules.items()}
         self.compiled = functools.cache(self._compile)
 
     def _compile(self, parallel: bool):
         source = self._function
-        twin = types.FunctionType(source.__code__, {**source.__globals__, **self._bound}, source.__name__)
+        twin = types.FunctionType(source.__code__, {**source.__globals__, **self._rules}, source.__name__)
         twin.__qualname__ = f"{self._name}_{'parallel' if parallel else 'sequential'}"
         dispatcher = numba.njit(parallel=parallel, **OPTIONS)(twin)
         return load_or_compile(lambda key: dispatcher, self._signature, "cpu", twin.__qualname__)
@@ -149,7 +152,7 @@ def conv2d_backward(x, rows, dy, stride, top, left, dx, d_rows, d_bias):
 
 
 @kernel(batch, batch, vector, "i8", "i8", "i8", "i8", batch)
-def grouped_conv2d(x, w, b, stride, dilation, top, left, y):
+def grouped_conv2d(x, w, b, dilation, stride, top, left, y):
     """Convolve each group of filters with its channels: x (N,H,W,C), w (K,K,C/G,F), b (F,) or empty, y (N,P,Q,F)."""
     side, _, seen, filters = w.shape
     each = filters * seen // x.shape[3]
@@ -173,7 +176,7 @@ def grouped_conv2d(x, w, b, stride, dilation, top, left, y):
 
 
 @kernel(batch, batch, batch, "i8", "i8", "i8", "i8", batch, "f4[:,:,:,:,::1]", matrix)
-def grouped_conv2d_backward(x, w, dy, stride, dilation, top, left, dx, d_weights, d_bias):
+def grouped_conv2d_backward(x, w, dy, dilation, stride, top, left, dx, d_weights, d_bias):
     """As `conv2d_backward`, the weights' gradients (B,K,K,C/G,F) by block."""
     side, _, seen, filters = w.shape
     each, blocks = filters * seen // x.shape[3], d_weights.shape[0]
@@ -241,20 +244,14 @@ def _apply_backward(x, y, dy, dx):
 def elementwise(layer: Elementwise) -> Kernel:
     """Return the kernel `(x, y)` of a layer, on (N,D)."""
     name = f"elementwise_{fingerprint(layer)}"
-    return Kernel(_apply, f"void({matrix}, {matrix})", name, rule=_named(layer.rule(MATHS), name))
+    return Kernel(_apply, f"void({matrix}, {matrix})", name, rule=layer.rule(MATHS))
 
 
 @functools.cache
 def elementwise_backward(layer: Elementwise) -> Kernel:
     """Return the kernel `(x, y, dy, dx)` of a layer, on (N,D)."""
     name, arguments = f"elementwise_backward_{fingerprint(layer)}", ", ".join([matrix] * 4)
-    return Kernel(_apply_backward, f"void({arguments})", name, derivative=_named(layer.derivative(MATHS), name))
-
-
-def _named(rule: types.FunctionType, name: str):
-    """Return a layer's scalar rule to be compiled, under a name that no other rule has."""
-    rule.__qualname__ = f"rule_of_{name}"
-    return numba.njit(rule, **OPTIONS)
+    return Kernel(_apply_backward, f"void({arguments})", name, derivative=layer.derivative(MATHS))
 
 
 @kernel(matrix, matrix, matrix)
@@ -466,7 +463,7 @@ def _losses(scores, labels, scale, d_scores, losses, hits):
 def loss(kind: Loss, outputs: int) -> Kernel:
     """Return the kernel `(scores, labels, scale, d_scores, losses, hits)` of a loss, on (N,O)."""
     name = f"{kind.name}_{kind.label_smoothing}_{outputs}_{zlib.crc32(repr(kind.class_weights).encode())}"
-    rule = _named(kind.rule(outputs, math.exp, math.log, math.log1p), name)
+    rule = kind.rule(outputs, math.exp, math.log, math.log1p)
     return Kernel(_losses, f"void({matrix}, i4[::1], f4, {matrix}, {vector}, u1[::1])", name, rule=rule)
 
 

@@ -6,8 +6,6 @@ import functools
 import importlib
 import os
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import ClassVar
 
 import numba
 
@@ -43,12 +41,11 @@ class ParallelOps(CpuOps):
         choose_threading_layer()
 
 
-@dataclass(frozen=True)
 class CpuParallel(ThreadedBackend):
     """Numba on several threads."""
 
-    name: ClassVar[str] = "cpu-parallel"
-    ops: ClassVar[type[CpuOps]] = ParallelOps
+    name = "cpu-parallel"
+    ops = ParallelOps
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -6,9 +6,6 @@ made image by image, then summed (sections 4.2, 5.2 and 6). `cpu-published-argma
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
-
 import numpy as np
 
 from cnnexp.backends.cpu.sequential import Cpu, CpuOps
@@ -50,17 +47,15 @@ class PublishedOps(ArgmaxOps):
         super().max_pool_backward(saved, dy, window, dx)
 
 
-@dataclass(frozen=True)
 class CpuPublished(Cpu):
     """Both detours."""
 
-    name: ClassVar[str] = "cpu-published"
-    ops: ClassVar[type[CpuOps]] = PublishedOps
+    name = "cpu-published"
+    ops = PublishedOps
 
 
-@dataclass(frozen=True)
-class CpuPublishedArgmax(CpuPublished):
+class CpuPublishedArgmax(Cpu):
     """The offset of each maximum is kept, and only the gradients take their detour."""
 
-    name: ClassVar[str] = "cpu-published-argmax"
-    ops: ClassVar[type[CpuOps]] = ArgmaxOps
+    name = "cpu-published-argmax"
+    ops = ArgmaxOps

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -42,22 +41,20 @@ class CpuOps(HostOps):
         if _is_dense(x, w, window):
             self._run(kernels.conv2d, x, reversed_rows(w), b, *_corner(window), y)
         else:
-            stride, *corner = _corner(window)
-            self._run(kernels.grouped_conv2d, x, w, b, stride, window.dilation, *corner, y)
+            self._run(kernels.grouped_conv2d, x, w, b, window.dilation, *_corner(window), y)
 
     def conv2d_backward(
         self, x: Array, w: Array, dy: Array, window: Window, dx: Array | None, dw: Array, db: Array | None
     ) -> None:
-        (side, _, channels, filters), (stride, *corner) = w.shape, _corner(window)
-        blocks = min(len(x), kernels.BLOCKS)
+        (side, _, channels, filters), blocks = w.shape, min(len(x), kernels.BLOCKS)
         d_bias = np.zeros((blocks, filters), np.float32)
         dx = np.empty((len(x), 0, 0, 0), np.float32) if dx is None else dx
         if _is_dense(x, w, window):
             d_rows = np.zeros((blocks, side, channels, side * filters), np.float32)
-            self._run(kernels.conv2d_backward, x, reversed_rows(w), dy, stride, *corner, dx, d_rows, d_bias)
+            self._run(kernels.conv2d_backward, x, reversed_rows(w), dy, *_corner(window), dx, d_rows, d_bias)
             dw[...] = d_rows.sum(axis=0).reshape(side, channels, side, filters).swapaxes(1, 2)[:, ::-1]
         else:
-            d_weights, at = np.zeros((blocks, *w.shape), np.float32), (stride, window.dilation, *corner)
+            d_weights, at = np.zeros((blocks, *w.shape), np.float32), (window.dilation, *_corner(window))
             self._run(kernels.grouped_conv2d_backward, x, w, dy, *at, dx, d_weights, d_bias)
             d_weights.sum(axis=0, out=dw)
         if db is not None:
@@ -164,9 +161,8 @@ def _pixels(array: np.ndarray) -> np.ndarray:
     return array.reshape(-1, array.shape[3])
 
 
-@dataclass(frozen=True)
 class Cpu(SequentialBackend):
     """Numba on one thread: the baseline of every speedup."""
 
-    name: ClassVar[str] = "cpu"
-    ops: ClassVar[type[CpuOps]] = CpuOps
+    name = "cpu"
+    ops = CpuOps

@@ -9,9 +9,8 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, assert_never
+from typing import Any, assert_never
 
 import numpy as np
 
@@ -283,11 +282,10 @@ def _binary_cross_entropy(p: tf.Tensor, t: tf.Tensor) -> tuple[tf.Tensor, Callab
     return losses, gradient
 
 
-@dataclass(frozen=True)
 class Keras(ThreadedBackend):
     """Keras on TensorFlow, on the CPU; TensorFlow takes `threads` once, from the first program of a process."""
 
-    name: ClassVar[str] = "keras"
+    name = "keras"
 
     def compile(self, network: Network, loss: Loss, optimizer: Optimizer, batch_size: int) -> KerasProgram:
         set_threads(self.thread_count)

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any, ClassVar, assert_never
+from typing import Any, assert_never
 
 import numpy as np
 
@@ -264,11 +263,10 @@ def _updater(optimizer: Optimizer, tensors: list[Any]) -> optim.Optimizer:
     return made(tensors, **{name: given[name] for name in ("lr", "weight_decay", *extra)})
 
 
-@dataclass(frozen=True)
 class Torch(ThreadedBackend):
     """PyTorch on the CPU."""
 
-    name: ClassVar[str] = "torch"
+    name = "torch"
 
     def compile(self, network: Network, loss: Loss, optimizer: Optimizer, batch_size: int) -> TorchProgram:
         threads = partial(using_threads, self.thread_count, torch.get_num_threads, torch.set_num_threads)

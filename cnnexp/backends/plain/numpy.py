@@ -6,8 +6,6 @@ import functools
 import itertools
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import ClassVar
 
 import numpy as np
 import threadpoolctl
@@ -153,12 +151,11 @@ def one_blas_thread() -> AbstractContextManager[object]:
     return _thread_pools().limit(limits=1, user_api="blas")
 
 
-@dataclass(frozen=True)
 class Numpy(SequentialBackend):
     """Matrix operations on one thread."""
 
-    name: ClassVar[str] = "numpy"
-    ops: ClassVar[type[NumpyOps]] = NumpyOps
+    name = "numpy"
+    ops = NumpyOps
 
     def scope(self) -> AbstractContextManager[object]:
         return one_blas_thread()

@@ -8,8 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 import numpy as np
 
@@ -55,41 +54,32 @@ class SplitOps:
 
     def __getattr__(self, name: str) -> Any:
         whole = getattr(self._ops, name)
-        if name not in BY_IMAGE:
-            return whole
+        return functools.partial(self._share, name, whole) if name in BY_IMAGE else whole
 
-        def work(part: slice, *arguments: Any) -> None:
-            by_image = BY_IMAGE[name]
-            whole(*(a[part] if i in by_image and a is not None else a for i, a in enumerate(arguments)))
+    def _share(self, name: str, whole: Callable, *arguments: Any) -> None:
+        """Do an operation on every part of the images, side by side."""
+        by_image, totals = BY_IMAGE[name], arguments[-2:] if name in SUMMED else ()
+        given = arguments[: len(arguments) - len(totals)]
+        count = len(arguments[by_image[0]])
+        workers = min(self._threads, count)
+        sums = [None if total is None else np.empty((workers, *total.shape), np.float32) for total in totals]
 
-        return functools.partial(self._sum if name in SUMMED else self._each, work, BY_IMAGE[name][0])
+        def work(i: int) -> None:
+            part = slice(i * count // workers, (i + 1) * count // workers)
+            own = (a[part] if at in by_image and a is not None else a for at, a in enumerate(given))
+            whole(*own, *(each if each is None else each[i] for each in sums))
 
-    def _parts(self, images: np.ndarray) -> list[slice]:
-        count, workers = len(images), min(self._threads, len(images))
-        return [slice(i * count // workers, (i + 1) * count // workers) for i in range(workers)]
-
-    def _each(self, work: Callable, first: int, *arguments: Any) -> None:
-        """Do `work` on every part of the images, side by side; the argument `first` has a part for each."""
-        # each result is waited for, and a worker's error is raised here
-        list(self.pool.map(lambda part: work(part, *arguments), self._parts(arguments[first])))
-
-    def _sum(self, work: Callable, first: int, *arguments: Any) -> None:
-        """As `_each`, with gradients dw and db of its own for every part, and add them up in order."""
-        (*given, dw, db), parts = arguments, self._parts(arguments[first])
-        dws = np.empty((len(parts), *dw.shape), np.float32)
-        dbs: Any = [None] * len(parts) if db is None else np.empty((len(parts), *db.shape), np.float32)
-        list(self.pool.map(lambda part, *own: work(part, *given, *own), parts, dws, dbs))
-        dws.sum(axis=0, out=dw)
-        if db is not None:
-            dbs.sum(axis=0, out=db)
+        list(self.pool.map(work, range(workers)))  # waits for each, and raises a worker's error
+        for each, total in zip(sums, totals, strict=True):
+            if each is not None:
+                each.sum(axis=0, out=total)
 
 
-@dataclass(frozen=True)
 class NumpyParallel(ThreadedBackend):
     """`numpy` with the images of a batch split over threads."""
 
-    name: ClassVar[str] = "numpy-parallel"
-    ops: ClassVar[type[NumpyOps]] = NumpyOps
+    name = "numpy-parallel"
+    ops = NumpyOps
 
     def compile(self, network: Network, loss: Loss, optimizer: Optimizer, batch_size: int) -> LayerwiseProgram:
         ops = SplitOps(self.ops(), self.thread_count)
@@ -97,9 +87,8 @@ class NumpyParallel(ThreadedBackend):
         return LayerwiseProgram(cast(Ops, ops), *what, release=ops.pool.shutdown, scope=one_blas_thread)
 
 
-@dataclass(frozen=True)
 class UnrolledParallel(NumpyParallel):
     """`unrolled` with the images of a batch split over threads."""
 
-    name: ClassVar[str] = "unrolled-parallel"
-    ops: ClassVar[type[NumpyOps]] = UnrolledOps
+    name = "unrolled-parallel"
+    ops = UnrolledOps

@@ -7,8 +7,7 @@ seeing how slow that is, and for reading: nothing here is clever.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
@@ -212,9 +211,8 @@ def _store(values: list, target: np.ndarray | None) -> None:
         target[...] = np.array(values, np.float32).reshape(target.shape)
 
 
-@dataclass(frozen=True)
 class Python(SequentialBackend):
     """Plain Python on one thread: the slowest, and the plainest to read."""
 
-    name: ClassVar[str] = "python"
-    ops: ClassVar[type[PythonOps]] = PythonOps
+    name = "python"
+    ops = PythonOps

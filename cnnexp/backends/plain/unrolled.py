@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import ClassVar
 
 import numpy as np
 
@@ -48,9 +46,8 @@ def unroll(x: np.ndarray, window: Window, out: tuple[int, ...]) -> np.ndarray:
     return columns.reshape(len(x), *out, window.size, window.size, x.shape[3])
 
 
-@dataclass(frozen=True)
 class Unrolled(Numpy):
     """im2col and one matrix product per convolution, on one thread."""
 
-    name: ClassVar[str] = "unrolled"
-    ops: ClassVar[type[NumpyOps]] = UnrolledOps
+    name = "unrolled"
+    ops = UnrolledOps
