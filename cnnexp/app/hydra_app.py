@@ -30,16 +30,7 @@ from cnnexp.app.config_security import CONF
 from cnnexp.app.console import JobTable, make_console, say, say_folder, say_rows
 from cnnexp.app.resume import AUTO, find_earlier
 from cnnexp.app.run import train
-from cnnexp.errors import (
-    CnnexpError,
-    ConfigError,
-    TrackingError,
-    did_you_mean,
-    explained,
-    installing,
-    leave,
-    without_secrets,
-)
+from cnnexp.errors import CnnexpError, ConfigError, TrackingError, did_you_mean, explained, leave, without_secrets
 from cnnexp.measuring.environment import outputs_dir, program_name
 from cnnexp.system import registry
 from cnnexp.system.table import as_screen
@@ -93,7 +84,7 @@ def launch() -> None:
             recorder.close()
     for tracking, link in links.items():
         store = f" tracking.uri={without_secrets(tracking.uri)}" if tracking.uri else ""
-        first = "" if browser.has_pages() else f"{installing('ui')}, then "
+        first = f"{missing}, then " if (missing := browser.installing_pages()) else ""
         if browser.answers(link):  # an address that nothing answers is of no use
             say(make_console(), link)
         else:
