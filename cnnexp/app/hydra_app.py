@@ -25,7 +25,7 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
 
 from cnnexp.app import config_security, sweep
-from cnnexp.app.config import SECTIONS, Settings, Tracking, build, container, defaults, load, plain, record
+from cnnexp.app.config import GROUPS, SECTIONS, Settings, Tracking, build, container, defaults, load, plain, record
 from cnnexp.app.config_security import CONF
 from cnnexp.app.console import JobTable, make_console, say, say_folder, say_rows
 from cnnexp.app.resume import AUTO, find_earlier
@@ -46,7 +46,6 @@ log = logging.getLogger(__name__)
 for noisy in ("matplotlib", "numba", "PIL"):
     logging.getLogger(noisy).setLevel(logging.WARNING)  # else hydra.verbose=true prints all byte code
 
-GROUPS = ("model", "backend", "optimizer", "dataset", "workers")  # a class for each name in them
 NOTHING = {"experiment=null", "search=null", "debug=null"}  # as without them; Hydra takes no null for a name
 FOLDERS = ("hydra.run.dir", "hydra.sweep.dir")
 OBJECTIVES = {"test_accuracy": "final/test_accuracy", "epoch_s": "time/median_epoch_s"}
@@ -109,10 +108,10 @@ def _change_hydra() -> None:
             config_security.check_file(Path(name))
         return load_file(file)
 
-    def load_single_config(self: ConfigLoaderImpl, *arguments: Any, **options: Any) -> Any:
-        placed = place(self, *arguments, **options)
+    def load_single_config(self: ConfigLoaderImpl, default: Any, repo: Any) -> Any:
+        placed = place(self, default, repo)
         if placed.path.startswith("file://"):
-            name = (arguments[0] if arguments else options["default"]).config_path
+            name = default.config_path
             name = name if name.endswith((".yaml", ".yml")) else f"{name}.yaml"
             config_security.check_placed(container(placed.config), Path(placed.path.removeprefix("file://"), name))
         return placed
