@@ -125,10 +125,7 @@ def check_file(path: Path) -> None:
 
 
 def check_placed(values: Any, file: Path) -> None:
-    """Raise ConfigError where a config file that is not trusted sets what is not in `FROM_FILES`.
-
-    The values are what it sets, from the root of the config, unresolved, as plain containers.
-    """
+    """Raise ConfigError where a file that is not `TRUSTED` sets, by its unresolved values, what `FROM_FILES` lacks."""
     if file.resolve() in TRUSTED:
         return
     for key, value in leaves(values).items() if isinstance(values, Mapping) else ():
@@ -147,10 +144,7 @@ def check_placed(values: Any, file: Path) -> None:
 
 
 def check_composed(config: Mapping[str, Any]) -> None:
-    """Raise ConfigError where a composed config names code, or files outside the run's folder.
-
-    It is given unresolved, as plain containers, Hydra's own section with it.
-    """
+    """Raise ConfigError where a composed config, unresolved, names code, or files outside the run's folder."""
     for here, key, item in _walk(config):
         ours = (str(item) in targets for place, targets in TARGETS.items() if re.fullmatch(place, here))
         if (key in INSTANTIATE and not any(ours)) or (isinstance(item, str) and MAKES_KEYS.search(item)):

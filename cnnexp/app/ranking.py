@@ -45,10 +45,7 @@ def rank(
 def rows(
     found: Sequence[Mapping[str, Any]], measure: str | None, places: Sequence[Place], baseline: str | None, failed: int
 ) -> list[verdict.Row]:
-    """Return the verdict on a sweep, of `sweep.rows` and `rank`.
-
-    The baseline is what speedups are over, None where jobs differ in it; `failed` jobs did not finish.
-    """
+    """Return the verdict on a sweep, of `sweep.rows` and `rank`; the baseline is None where jobs differ in it."""
     order = {
         None: "none: no job was timed alone to its end",
         "speedup/vs_baseline": f"by speedup over {baseline or 'the baseline of each job'}, median of all epochs",
