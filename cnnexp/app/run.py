@@ -3,14 +3,14 @@
 import gc
 import logging
 import math
-from contextlib import ExitStack, closing
+import time
+from contextlib import AbstractContextManager, ExitStack, closing
 from typing import Any, cast
 
 import numpy as np
 
 from cnnexp.app.config import Settings
 from cnnexp.app.console import Display
-from cnnexp.app.keeping import CheckpointCallback
 from cnnexp.app.resume import ResumePoint
 from cnnexp.backends.protocol import Program
 from cnnexp.errors import CompilerDied, DataError, Diverged
@@ -27,8 +27,9 @@ from cnnexp.tracking.events import FALLBACK
 from cnnexp.tracking.journal import Run
 from cnnexp.training import augment, checkpoint
 from cnnexp.training.baseline import Baseline
+from cnnexp.training.checkpoint import CheckpointWriter
 from cnnexp.training.early_stopping import EarlyStopping
-from cnnexp.training.loop import TrainingPlan, predict_test, train_epochs
+from cnnexp.training.loop import EpochResult, Progress, TrainingPlan, predict_test, train_epochs
 from cnnexp.training.steps import Steps
 from cnnexp.workers.program import ParallelProgram
 
@@ -47,8 +48,7 @@ def train(settings: Settings, run: Run, earlier: ResumePoint | None = None, job:
         if made.backend.explain:
             display.explain(made.program.explain())
         history = made.resumed.history if made.resumed else ()
-        keeping = CheckpointCallback(run, made.program, trainer, made.training, made.resumed, made.parallel is None)
-        stack.enter_context(keeping)
+        keeping = stack.enter_context(_Keeping(made))
         run.resume(history)
         stopping = EarlyStopping(trainer.patience, trainer.target, history)
         watch = interference.Watch(settings.workers.count * made.backend.threads)
@@ -207,6 +207,50 @@ class _Training:
                 run.parts[self.backend.name] = step_parts(ledger.seconds)
         if self.parallel is not None:
             run.metrics.update(self.parallel.metrics())
+
+
+class _Keeping(AbstractContextManager):
+    """Keeps what a run has trained in its folder: at its start, after every epoch, within one, where a signal ends it.
+
+    The newest checkpoint is the run's model. The trainer says how often, and how many stay. CheckpointError is raised
+    where one cannot be written.
+    """
+
+    def __init__(self, made: _Training) -> None:
+        trainer, resumed, folder = made.settings.trainer, made.resumed, made.run.folder / checkpoint.FOLDER
+        history, self._kept = (resumed.history, resumed.begun) if resumed else ((), None)
+        self._made, self._within = made, made.parallel is None  # workers have no one state between any two steps
+        self._writer = CheckpointWriter(folder, made.training, history, trainer.keep_last, trainer.keep_best)
+        self._latest = self._kept
+        self._save(begun=self._kept)  # of the start: so a run that is stopped in its first epoch can go on, too
+
+    def finished(self, result: EpochResult) -> None:
+        """Keep what an epoch has made, as `Run` has recorded it."""
+        self._save(self._made.run.epochs[-1])
+
+    def progressed(self, progress: Progress) -> None:
+        """Keep how far an epoch is, where that is due."""
+        self._latest = progress
+        if not self._within or progress.totals.count == progress.images:
+            return
+        trainer = self._made.settings.trainer
+        due = trainer.checkpoint_s is not None and time.monotonic() - self._kept_at >= trainer.checkpoint_s
+        if trainer.checkpoint_batches is not None:
+            images, kept = trainer.checkpoint_batches * trainer.batch_size, self._kept.totals.count if self._kept else 0
+            due = due or progress.totals.count // images > kept // images
+        if due:
+            self._save(begun=progress)
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        """Keep how far an epoch is that Ctrl-C or a signal ends."""
+        stopped, latest = isinstance(error, KeyboardInterrupt) and self._within, self._latest
+        if stopped and latest is not None and latest != self._kept and latest.epoch == self._writer.epochs + 1:
+            self._save(begun=latest)
+
+    def _save(self, result: EpochResult | None = None, begun: Progress | None = None) -> None:
+        run, program = self._made.run, self._made.program
+        run.model = self._writer.save(program.state(), run.facts, result, begun)
+        self._kept, self._kept_at = begun, time.monotonic()
 
 
 def _await_quiet(left_s: float, watch: interference.Watch, ledger: Ledger) -> float:
