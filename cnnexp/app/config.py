@@ -179,7 +179,7 @@ def load(values: Mapping[str, Any]) -> Settings:
         trainer=trainer,
         tracking=build(Tracking, values["tracking"], "tracking"),
         sweep=build(Sweep, values["sweep"], "sweep"),
-        **{group: named(registry, values[group], group) for group, registry in GROUPS.items()},
+        **{group: named(group, values[group]) for group in GROUPS},
         baseline=None if trainer.baseline is None else backend_class(trainer.baseline)(),
     )
 
@@ -257,9 +257,9 @@ def convert(value: Any, hint: Any, key: str) -> Any:
     raise ConfigError(f"{key}={show(value)}: must be {_describe(hint)}{near}")
 
 
-def named(registry: Registry[Any], values: Mapping[str, Any], group: str) -> Any:
-    """Make the object that `values["name"]` picks from a registry, strictly; `group` is the config path of `values`."""
-    return build(registry.find(values.get("name"), f"{group}.name"), values, group, tag="name")
+def named(group: str, values: Mapping[str, Any]) -> Any:
+    """Make the object that `values["name"]` picks from a group of `GROUPS`, strictly."""
+    return build(GROUPS[group].find(values.get("name"), f"{group}.name"), values, group, tag="name")
 
 
 def show(value: Any) -> str:
