@@ -30,7 +30,7 @@ from cnnexp.system.ranges import FLOAT32, LARGEST, check_fields, check_range, in
 from cnnexp.system.registry import Registry
 from cnnexp.training.augment import AUGMENTATIONS, Augmentation
 from cnnexp.training.schedules import Schedule, ScheduleName
-from cnnexp.workers import WORKERS, Workers
+from cnnexp.workers import WORKERS, Alone, Workers
 
 SECTIONS = ("model", "backend", "optimizer", "dataset", "augment", "trainer", "workers", "tracking", "sweep")
 # what a group's `name` picks from; the backends are last, since importing their compilers takes longest
@@ -132,11 +132,11 @@ class Settings:
     optimizer: Optimizer
     dataset: Source | Dataset
     trainer: Trainer
-    workers: Workers
     tracking: Tracking
-    sweep: Sweep
     baseline: Backend | None
     augment: tuple[Augmentation, ...] = ()
+    workers: Workers = Alone()  # noqa: RUF009 - frozen
+    sweep: Sweep = Sweep()
 
     def __post_init__(self) -> None:
         if self.trainer.steps and getattr(self.workers, "sync", "") == "parameters":

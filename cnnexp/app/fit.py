@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from cnnexp.app.config import GROUPS, Settings, Sweep, Tracking, Trainer, build
+from cnnexp.app.config import GROUPS, Settings, Tracking, Trainer, build
 from cnnexp.app.console import LINE, Display
 from cnnexp.app.resume import find_earlier
 from cnnexp.app.run import train
@@ -35,7 +35,6 @@ from cnnexp.tracking.pipe import Recorder
 from cnnexp.training import checkpoint
 from cnnexp.training.augment import describe
 from cnnexp.training.loop import EpochResult
-from cnnexp.workers import Alone
 
 if TYPE_CHECKING:
     from cnnexp.tracking.figures import Figure
@@ -145,9 +144,7 @@ def fit(
         dataset=data,
         augment=tuple(trainer.pop("augment", ())),
         trainer=build(Trainer, {**given, **trainer}, "trainer"),
-        workers=Alone(),
         tracking=Tracking("mlflow" if record else "none", experiment=record if isinstance(record, str) else "cnnexp"),
-        sweep=Sweep(),
         baseline=beside,
     )
     with contextlib.ExitStack() as stack:
