@@ -54,8 +54,7 @@ def rows(
     rows: list[verdict.Row] = [("ranking", order[measure])]
     for number, place in enumerate(places, 1):
         rows.append((f"{number:>4}.", f"{place.label}: {_phrase(place.interval, MEASURES[str(measure)])}"))
-    if len(places) > 1:
-        rows += _differences(places)
+    rows += _differences(places)
     reached = [row["time/to_target_s"] for row in found if "time/to_target_s" in row]
     if reached:
         times = f"{min(reached):.3g} to {max(reached):.3g} s of training, median {statistics.median(reached):.3g} s"
