@@ -112,10 +112,6 @@ def explained(error: Exception, *folders: Path) -> CnnexpError:
         where = f"{lacking.filename}: " if lacking.filename else ""
         why = os.strerror(lacking.errno)
         return CnnexpError(f"{where}{why}; runs write to hydra.run.dir=FOLDER and tracking.uri=STORE")
-    return _keep_traceback(error, *folders)
-
-
-def _keep_traceback(error: Exception, *folders: Path) -> CnnexpError:
     text = "".join(traceback.format_exception(error))
     said = " ".join(str(error).split())[:MOST_SAID]
     line = f"unexpected {type(error).__name__}: {said}"
