@@ -60,8 +60,7 @@ OmegaConf.register_new_resolver("by", lambda name, values, otherwise: values.get
 
 def launch() -> None:
     """Run all jobs of this process's command line; raise what made the only one fail."""
-    sys.argv[1:] = flags_first(_checked(sys.argv[1:]))
-    _offer_plugins(sys.argv[1:])
+    sys.argv[1:] = flags_first(_prepared(sys.argv[1:]))
     command = hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(job)
     interrupted, gave_up = True, []
     try:
@@ -136,8 +135,8 @@ def _change_hydra() -> None:
 _change_hydra()
 
 
-def _checked(words: Sequence[str]) -> list[str]:
-    """Return a command line as Hydra may have it, without `NOTHING` and secrets.
+def _prepared(words: Sequence[str]) -> list[str]:
+    """Return a command line as Hydra may have it, without `NOTHING` and secrets; it may pick what plugins added.
 
     ConfigError is raised where a group is given no name but something else: Hydra's own errors name no key then.
     """
@@ -145,6 +144,12 @@ def _checked(words: Sequence[str]) -> list[str]:
         key, _, value = word.lstrip("+").partition("=")
         if key in SECTIONS and (value in ("", "null") or value[0] in ("{" if key == "augment" else "[{")):
             raise ConfigError(f"{word}: must be a name of the group {key}, e.g. a file of conf/{key}/")
+    picked = [(group, name) for group, _, names in (word.partition("=") for word in words) for name in names.split(",")]
+    if any(group in GROUPS and not (CONF / group / f"{name}.yaml").is_file() for group, name in picked):
+        registry.load_installed()
+    for group in GROUPS:  # the defaults of a plugin's class stand where our groups have a file
+        for name, cls in registry.added(group).items():
+            ConfigStore.instance().store(name, {"name": name, **defaults(cls)}, group)
     return config_security.hide_secrets([word for word in words if word not in NOTHING])
 
 
@@ -360,22 +365,11 @@ def _folder() -> Path:
     return Path(HydraConfig.get().runtime.output_dir)
 
 
-def _offer_plugins(words: Sequence[str]) -> None:
-    """Let the command line pick what plugins added: the defaults of its class stand where our groups have a file."""
-    picked = [(group, name) for group, _, names in (word.partition("=") for word in words) for name in names.split(",")]
-    if any(group in GROUPS and not (CONF / group / f"{name}.yaml").is_file() for group, name in picked):
-        registry.load_installed()
-    for group in GROUPS:
-        for name, cls in registry.added(group).items():
-            ConfigStore.instance().store(name, {"name": name, **defaults(cls)}, group)
-
-
 def settings_of(words: Sequence[str]) -> Settings:
     """Return the settings of a run's command line, for a command that does something else with them."""
     if flags := [word for word in words if word.startswith("-")]:
         raise ConfigError(f"{flags[0]}: unknown; legal: GROUP=NAME and GROUP.KEY=VALUE")
-    typed = _checked(words)
-    _offer_plugins(typed)
+    typed = _prepared(words)
     with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
         return load(plain(hydra.compose("config", typed)))
 
