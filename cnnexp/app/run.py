@@ -47,10 +47,9 @@ def train(settings: Settings, run: Run, earlier: ResumePoint | None = None, job:
         made = _Training(settings, run, earlier, stack, display)
         if made.backend.explain:
             display.explain(made.program.explain())
-        history = made.resumed.history if made.resumed else ()
         keeping = stack.enter_context(_Keeping(made))
-        run.resume(history)
-        stopping = EarlyStopping(trainer.patience, trainer.target, history)
+        run.resume(made.history)
+        stopping = EarlyStopping(trainer.patience, trainer.target, made.history)
         watch = interference.Watch(settings.workers.count * made.backend.threads)
         left_s = _await_quiet(interference.IDLE_WAIT_S if trainer.patient else 0.0, watch, made.ledger)
         if not gc.isenabled():  # see `__main__`
@@ -71,7 +70,7 @@ def train(settings: Settings, run: Run, earlier: ResumePoint | None = None, job:
                     left_s = _await_quiet(left_s, watch, made.ledger)
         finally:
             made.tell(stopping, watch)
-        made.conclude(len(history))
+        made.conclude()
 
 
 class _Training:
@@ -93,6 +92,7 @@ class _Training:
         self.training = checkpoint.describe(*compiling, trainer.rates(), trainer.seed, dataset.sha256, trainer.steps)
         self.training |= {"augment": augment.describe(settings.augment)} if settings.augment else {}
         self.resumed = earlier.load(self.training, trainer.epochs) if earlier is not None else None
+        self.history, self.begun = (self.resumed.history, self.resumed.begun) if self.resumed else ((), None)
         self.backend = settings.workers.share_cores(settings.backend)
         if trainer.profile and settings.workers.count == 1:
             self.backend = self.backend.clocked
@@ -167,7 +167,7 @@ class _Training:
     def tell(self, stopping: EarlyStopping, watch: interference.Watch) -> None:
         """Give the record what is known when training ends, however it does: its conditions, its start and its end."""
         run, trainer, earlier = self.run, self.settings.trainer, self.earlier
-        done, begun = (len(self.resumed.history), self.resumed.begun) if self.resumed else (0, None)
+        done, begun = len(self.history), self.begun
         trained, whole = run.epochs[done:], len(self.dataset.train)
         if trained:
             run.interference = watch.interference()
@@ -189,11 +189,11 @@ class _Training:
         if self.beside is not None and self.beside.shares():
             run.parts[str(trainer.baseline)] = step_parts(self.beside.shares())
 
-    def conclude(self, done: int) -> None:
-        """Record what only a whole training has, after `done` epochs of an earlier one: its time and its workers'."""
+    def conclude(self) -> None:
+        """Record what only a whole training has: its time and its workers'."""
         run, program, ledger = self.run, self.program, self.ledger
-        clocked, baseline = run.epochs[done:], self.settings.baseline
-        if done and not clocked:
+        clocked, baseline = run.epochs[len(self.history) :], self.settings.baseline
+        if self.history and not clocked:
             run.evaluated(predict_test(program, self.dataset, run.epochs[-1]))
         if isinstance(program, Profiled) and clocked:
             profile = report(ledger, program, clocked, self.backend)
@@ -217,12 +217,11 @@ class _Keeping(AbstractContextManager):
     """
 
     def __init__(self, made: _Training) -> None:
-        trainer, resumed, folder = made.settings.trainer, made.resumed, made.run.folder / checkpoint.FOLDER
-        history, self._kept = (resumed.history, resumed.begun) if resumed else ((), None)
+        trainer, folder = made.settings.trainer, made.run.folder / checkpoint.FOLDER
         self._made, self._within = made, made.parallel is None  # workers have no one state between any two steps
-        self._writer = CheckpointWriter(folder, made.training, history, trainer.keep_last, trainer.keep_best)
-        self._latest = self._kept
-        self._save(begun=self._kept)  # of the start: so a run that is stopped in its first epoch can go on, too
+        self._writer = CheckpointWriter(folder, made.training, made.history, trainer.keep_last, trainer.keep_best)
+        self._latest = made.begun
+        self._save(begun=made.begun)  # of the start: so a run that is stopped in its first epoch can go on, too
 
     def finished(self, result: EpochResult) -> None:
         """Keep what an epoch has made, as `Run` has recorded it."""
