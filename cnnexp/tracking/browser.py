@@ -65,10 +65,7 @@ def installing_pages() -> str:
     """Return the command that installs MLflow's pages, which its client does not bring; empty where they are there."""
     from importlib import metadata  # slow to import
 
-    with contextlib.suppress(metadata.PackageNotFoundError):
-        metadata.version("mlflow")
-        return ""
-    return installing("ui")
+    return "" if any(metadata.distributions(name="mlflow")) else installing("ui")
 
 
 def last_experiment(uri: str) -> tuple[str | None, bool]:
