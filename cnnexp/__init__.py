@@ -26,29 +26,24 @@ costs nothing and needs neither Hydra, MLflow, Numba nor a GPU.
 from importlib import import_module as _import_module
 
 _HOMES = {
-    "cnnexp.app.fit": ("Fit", "fit"),
-    "cnnexp.backends": ("backend",),
-    "cnnexp.datasets": (
-        *("Cifar10", "Dataset", "Digits", "FashionMnist", "Fer2013", "Images", "Mnist", "Npz", "Quadrants", "Split"),
-        "Synthetic",
-    ),
-    "cnnexp.errors": ("CnnexpError",),
-    "cnnexp.network.losses": ("Loss", "Totals"),
-    "cnnexp.network.models": ("Custom", "Ffn", "Knm", "OneConv", "Onnx", "ResNet", "TwoConvMlp", "TwoConvPool4"),
-    "cnnexp.network.torch_module": ("from_torch", "to_torch"),
-    "cnnexp.network": (
-        *("AvgPool2d", "BatchNorm2d", "Conv2d", "Dropout", "Elementwise", "Flatten", "GELU", "GlobalAvgPool"),
-        *("LeakyReLU", "Linear", "MaxPool2d", "Network", "ReLU", "Residual", "Sigmoid", "Tanh"),
-    ),
-    "cnnexp.optimizers": ("SGD", "Adadelta", "Adagrad", "AdaMax", "Adam", "AdamW", "RMSprop"),
-    "cnnexp.system.registry": ("register",),
-    "cnnexp.training.schedules": ("Constant", "Cosine", "Schedule", "Step"),
-    "cnnexp.training.augment": ("Affine", "CropFlip", "Cutout", "Elastic", "Shift"),
-    "cnnexp.training.baseline": ("Baseline",),
-    "cnnexp.training.early_stopping": ("EarlyStopping",),
-    "cnnexp.training.loop": ("EpochResult", "TrainingPlan", "train_epochs"),
+    "cnnexp.app.fit": "Fit fit",
+    "cnnexp.backends": "backend",
+    "cnnexp.datasets": "Cifar10 Dataset Digits FashionMnist Fer2013 Images Mnist Npz Quadrants Split Synthetic",
+    "cnnexp.errors": "CnnexpError",
+    "cnnexp.network.losses": "Loss Totals",
+    "cnnexp.network.models": "Custom Ffn Knm OneConv Onnx ResNet TwoConvMlp TwoConvPool4",
+    "cnnexp.network.torch_module": "from_torch to_torch",
+    "cnnexp.network": "AvgPool2d BatchNorm2d Conv2d Dropout Elementwise Flatten GELU GlobalAvgPool LeakyReLU Linear "
+    "MaxPool2d Network ReLU Residual Sigmoid Tanh",
+    "cnnexp.optimizers": "SGD Adadelta Adagrad AdaMax Adam AdamW RMSprop",
+    "cnnexp.system.registry": "register",
+    "cnnexp.training.schedules": "Constant Cosine Schedule Step",
+    "cnnexp.training.augment": "Affine CropFlip Cutout Elastic Shift",
+    "cnnexp.training.baseline": "Baseline",
+    "cnnexp.training.early_stopping": "EarlyStopping",
+    "cnnexp.training.loop": "EpochResult TrainingPlan train_epochs",
 }
-_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
 
 __version__ = "0.2.0"
 __all__ = sorted(_HOME_OF)

@@ -100,10 +100,6 @@ class WorkerDied(CnnexpError):
     exit_code = 8
 
 
-class Unexpected(CnnexpError):
-    """A mistake of this program: its traceback is in a file."""
-
-
 def explained(error: Exception, *folders: Path) -> CnnexpError:
     """Return any error as one line: as it is, as what a disk lacks, or, as the last resort, as unexpected.
 
@@ -116,10 +112,6 @@ def explained(error: Exception, *folders: Path) -> CnnexpError:
         where = f"{lacking.filename}: " if lacking.filename else ""
         why = os.strerror(lacking.errno)
         return CnnexpError(f"{where}{why}; runs write to hydra.run.dir=FOLDER and tracking.uri=STORE")
-    return _keep_traceback(error, *folders)
-
-
-def _keep_traceback(error: Exception, *folders: Path) -> Unexpected:
     text = "".join(traceback.format_exception(error))
     said = " ".join(str(error).split())[:MOST_SAID]
     line = f"unexpected {type(error).__name__}: {said}"
@@ -130,8 +122,8 @@ def _keep_traceback(error: Exception, *folders: Path) -> Unexpected:
             descriptor, name = tempfile.mkstemp(".txt", "traceback-", folder)
             with os.fdopen(descriptor, "w", encoding="utf-8", errors="backslashreplace") as file:
                 file.write(without_secrets(text))
-            return Unexpected(f"{line}; its traceback is in {name}")
-    return Unexpected(f"{line}; its traceback could not be written anywhere")
+            return CnnexpError(f"{line}; its traceback is in {name}")
+    return CnnexpError(f"{line}; its traceback could not be written anywhere")
 
 
 def reason_of(error: OSError) -> str:

@@ -30,11 +30,14 @@ from cnnexp.system.ranges import FLOAT32, LARGEST, check_fields, check_range, in
 from cnnexp.system.registry import Registry
 from cnnexp.training.augment import AUGMENTATIONS, Augmentation
 from cnnexp.training.schedules import Schedule, ScheduleName
-from cnnexp.workers import WORKERS, Workers
+from cnnexp.workers import WORKERS, Alone, Workers
 
 SECTIONS = ("model", "backend", "optimizer", "dataset", "augment", "trainer", "workers", "tracking", "sweep")
+# what a group's `name` picks from; the backends are last, since importing their compilers takes longest
+GROUPS = dict[str, Registry](model=MODELS, optimizer=OPTIMIZERS, dataset=DATASETS, workers=WORKERS, backend=BACKENDS)
 MAX_WHOLE = 2**63 - 1  # compiled code counts in int64
 MOST_SHOWN = 200  # characters of a value, in a message
+REQUIRED = "???"  # OmegaConf's word for a value that is missing
 
 # in plain containers; unresolved, unless asked for, as what a config holds may lead nowhere, or to a secret
 container: Callable[..., Any] = OmegaConf.to_container
@@ -129,11 +132,11 @@ class Settings:
     optimizer: Optimizer
     dataset: Source | Dataset
     trainer: Trainer
-    workers: Workers
     tracking: Tracking
-    sweep: Sweep
     baseline: Backend | None
     augment: tuple[Augmentation, ...] = ()
+    workers: Workers = Alone()  # noqa: RUF009 - frozen
+    sweep: Sweep = Sweep()
 
     def __post_init__(self) -> None:
         if self.trainer.steps and getattr(self.workers, "sync", "") == "parameters":
@@ -172,16 +175,11 @@ def load(values: Mapping[str, Any]) -> Settings:
     if trainer.baseline is not None:
         BACKENDS.find(trainer.baseline, "trainer.baseline")
     return Settings(
-        model=named(MODELS, values["model"], "model"),
-        optimizer=named(OPTIMIZERS, values["optimizer"], "optimizer"),
-        dataset=named(DATASETS, values["dataset"], "dataset"),
         augment=tuple(convert(keys, AUGMENTATIONS[name], f"augment.{name}") for name, keys in augment.items()),
         trainer=trainer,
-        workers=named(WORKERS, values["workers"], "workers"),
         tracking=build(Tracking, values["tracking"], "tracking"),
         sweep=build(Sweep, values["sweep"], "sweep"),
-        # last, since importing their compilers takes longest
-        backend=named(BACKENDS, values["backend"], "backend"),
+        **{group: named(group, values[group]) for group in GROUPS},
         baseline=None if trainer.baseline is None else backend_class(trainer.baseline)(),
     )
 
@@ -211,19 +209,18 @@ def build(cls: type, values: Mapping[str, Any], where: str, tag: str | None = No
     `where` is the config path of the values, for messages; `tag` a key that has chosen the class and is no field of it.
     ConfigError is raised on an unknown or missing key, a wrong type, an illegal value.
     """
-    fields = [field for field in dataclasses.fields(cls) if field.init]
-    required = [f.name for f in fields if f.default is f.default_factory is dataclasses.MISSING]
+    legal = defaults(cls)
     given = {key: value for key, value in values.items() if key != tag}
-    _check_names(where, given, [field.name for field in fields], required)
+    _check_names(where, given, list(legal), required=[key for key, value in legal.items() if value is REQUIRED])
     hints = typing.get_type_hints(cls)
     return cls(**{key: convert(value, hints[key], f"{where}.{key}") for key, value in given.items()})
 
 
 def defaults(cls: type) -> dict[str, Any]:
-    """Return the keys of a dataclass with their defaults, as plain values; `???` for those that must be given."""
+    """Return the keys of a dataclass with their defaults, as plain values; `REQUIRED` for those that must be given."""
     missing, fields = dataclasses.MISSING, [field for field in dataclasses.fields(cls) if field.init]
     values = {f.name: f.default if f.default_factory is missing else f.default_factory() for f in fields}
-    return {name: "???" if value is missing else value for name, value in values.items()}
+    return {name: REQUIRED if value is missing else value for name, value in values.items()}
 
 
 def convert(value: Any, hint: Any, key: str) -> Any:
@@ -260,9 +257,9 @@ def convert(value: Any, hint: Any, key: str) -> Any:
     raise ConfigError(f"{key}={show(value)}: must be {_describe(hint)}{near}")
 
 
-def named(registry: Registry[Any], values: Mapping[str, Any], group: str) -> Any:
-    """Make the object that `values["name"]` picks from a registry, strictly; `group` is the config path of `values`."""
-    return build(registry.find(values.get("name"), f"{group}.name"), values, group, tag="name")
+def named(group: str, values: Mapping[str, Any]) -> Any:
+    """Make the object that `values["name"]` picks from a group of `GROUPS`, strictly."""
+    return build(GROUPS[group].find(values.get("name"), f"{group}.name"), values, group, tag="name")
 
 
 def show(value: Any) -> str:

@@ -27,21 +27,20 @@ CONF = next((path for path in (PACKAGE / "conf", PACKAGE.parent / "conf") if pat
 HYDRA = Path(str(importlib.util.find_spec("hydra").origin)).resolve().parent / "conf"  # type: ignore[union-attr]
 TRUSTED = {CONF / "config.yaml", CONF / "hydra/sweeper/tpe.yaml", *HYDRA.rglob("*.yaml")}
 
-# by the section of Hydra's that may name it: what Hydra, cnnexp and the extra `sweep` bring
+# by the key of Hydra's that may name it: what Hydra, cnnexp and the extra `sweep` bring
 TARGETS = {
-    "callbacks": {"cnnexp.app.hydra_app.SweepCallback"},
-    "sweeper": {
+    r"hydra\.callbacks\.\w+\._target_": {"cnnexp.app.hydra_app.SweepCallback"},
+    r"hydra\.sweeper\._target_": {
         "hydra._internal.core_plugins.basic_sweeper.BasicSweeper",
         "hydra_plugins.cnnexp_search.sweeper.TpeSweeper",
     },
-    "launcher": {
+    r"hydra\.launcher\._target_": {
         "hydra._internal.core_plugins.basic_launcher.BasicLauncher",
         "hydra_plugins.hydra_joblib_launcher.joblib_launcher.JoblibLauncher",
         "hydra_plugins.hydra_submitit_launcher.submitit_launcher.LocalLauncher",
         "hydra_plugins.hydra_submitit_launcher.submitit_launcher.SlurmLauncher",
     },
 }
-TARGET_KEY = re.compile(r"hydra\.(?:(callbacks)\.\w+|(sweeper)|(launcher))\._target_")
 INSTANTIATE = {"_target_", "_args_", "_partial_", "_recursive_", "_convert_"}  # keys that Hydra's `instantiate` reads
 MAKES_KEYS = re.compile(r"oc\.(create|decode)|_target_")
 LOGGING = {"logging.StreamHandler", "logging.FileHandler", "logging.NullHandler", "colorlog.ColoredFormatter"}
@@ -126,10 +125,7 @@ def check_file(path: Path) -> None:
 
 
 def check_placed(values: Any, file: Path) -> None:
-    """Raise ConfigError where a config file that is not trusted sets what is not in `FROM_FILES`.
-
-    The values are what it sets, from the root of the config, unresolved, as plain containers.
-    """
+    """Raise ConfigError where a file that is not `TRUSTED` sets, by its unresolved values, what `FROM_FILES` lacks."""
     if file.resolve() in TRUSTED:
         return
     for key, value in leaves(values).items() if isinstance(values, Mapping) else ():
@@ -148,14 +144,10 @@ def check_placed(values: Any, file: Path) -> None:
 
 
 def check_composed(config: Mapping[str, Any]) -> None:
-    """Raise ConfigError where a composed config names code, or files outside the run's folder.
-
-    It is given unresolved, as plain containers, Hydra's own section with it.
-    """
+    """Raise ConfigError where a composed config, unresolved, names code, or files outside the run's folder."""
     for here, key, item in _walk(config):
-        place = TARGET_KEY.fullmatch(here)
-        ours = place is not None and isinstance(item, str) and item in TARGETS[place[1] or place[2] or place[3]]
-        if (key in INSTANTIATE and not ours) or (isinstance(item, str) and MAKES_KEYS.search(item)):
+        ours = (str(item) in targets for place, targets in TARGETS.items() if re.fullmatch(place, here))
+        if (key in INSTANTIATE and not any(ours)) or (isinstance(item, str) and MAKES_KEYS.search(item)):
             raise ConfigError(f"{here}={item!r}: refused; a config runs no code but what ships with cnnexp")
         if re.match(r"hydra\.(job|hydra)_logging\b", here):
             _check_logging(here, key, item)

@@ -115,11 +115,10 @@ class Display:
             cells[f"x {baseline if len(baseline) < room else 'base.'}"] = _short(result.comparison.speedup, 2)
         least = {"epoch": 2 * len(str(self._epochs)) + 2}
         widths = [max(least.get(key, 7), len(key.split()[-1]) + 1, len(cells[key]) + 1) for key in cells]
-        if not self._headed:
-            self._headed = True
-            for row in zip(*(title.rpartition(" ")[::2] for title in cells), strict=True):
-                say(self.console, "".join(word.rjust(width) for word, width in zip(row, widths, strict=True)))
-        say(self.console, "".join(cell.rjust(width) for cell, width in zip(cells.values(), widths, strict=True)))
+        titles = [] if self._headed else zip(*(title.rpartition(" ")[::2] for title in cells), strict=True)
+        self._headed = True
+        for row in (*titles, cells.values()):
+            say(self.console, "".join(word.rjust(width) for word, width in zip(row, widths, strict=True)))
 
     def _wrapped(self, text: str) -> None:
         say(self.console, textwrap.fill(text, min(self.console.width, LINE)))

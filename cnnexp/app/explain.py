@@ -12,12 +12,10 @@ from typing import Any
 from cnnexp.app.config import Trainer, build, named
 from cnnexp.app.console import LINE, make_console, say
 from cnnexp.app.resume import find_run, folder_of
-from cnnexp.backends import BACKENDS, backend_class
-from cnnexp.datasets import DATASETS
+from cnnexp.backends import backend_class
 from cnnexp.errors import ConfigError
 from cnnexp.measuring.explanation import Row, Side, rows, sentences, side_of, sides_of
 from cnnexp.measuring.ledger import Ledger, Profiled, report, report_beside
-from cnnexp.optimizers import OPTIMIZERS
 from cnnexp.system.table import rounded
 from cnnexp.tracking.events import read_journal
 from cnnexp.tracking.journal import PROFILE
@@ -70,14 +68,14 @@ def clock_steps(path: Path, config: Mapping[str, Any], given: str) -> dict[str, 
     found = checkpoint.load(path)
     network, loss = checkpoint.rebuild(found.training)
     trainer = build(Trainer, config["trainer"], "trainer")
-    dataset = named(DATASETS, config["dataset"], "dataset").load()
+    dataset = named("dataset", config["dataset"]).load()
     if dataset.input_shape != network.input_shape:
         raise ConfigError(
             f"{given}: dataset.name={dataset.name!r} has inputs of shape {dataset.input_shape}, the run's are of shape "
             f"{network.input_shape}"
         )
-    compiling = network, loss, named(OPTIMIZERS, config["optimizer"], "optimizer"), trainer.batch_size
-    backend, ledger = named(BACKENDS, config["backend"], "backend").clocked, Ledger()
+    compiling = network, loss, named("optimizer", config["optimizer"]), trainer.batch_size
+    backend, ledger = named("backend", config["backend"]).clocked, Ledger()
     most = MOST_STEPS * trainer.batch_size
     dataset = replace(dataset, train=dataset.train[:most], test=dataset.test[:1], validation=None)
     with ExitStack() as stack:

@@ -22,10 +22,7 @@ ROWS, FIGURE = 12, "find-rate.png"
 
 
 def command(arguments: Sequence[str]) -> None:
-    """Print rates and losses and the rate to train with, of a run's arguments; draw the curve.
-
-    ConfigError is raised where an argument is unknown or illegal, or the loss falls at no rate.
-    """
+    """Print the rates, their losses and the rate for a run; raise ConfigError where the loss falls at no rate."""
     found = _train(settings_of(arguments), np.geomspace(LOWEST, HIGHEST, STEPS))
     for i in np.unique(np.linspace(0, len(found) - 1, ROWS).astype(int)):
         sys.stdout.write("{:9.2e}  loss {:9.4f}  smoothed {:9.4f}\n".format(*found[i]))

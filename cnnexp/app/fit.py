@@ -14,20 +14,19 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from cnnexp.app.config import Settings, Sweep, Tracking, Trainer, build
+from cnnexp.app.config import GROUPS, Settings, Tracking, Trainer, build
 from cnnexp.app.console import LINE, Display
 from cnnexp.app.resume import find_earlier
 from cnnexp.app.run import train
-from cnnexp.backends import BACKENDS, backend_class
+from cnnexp.backends import backend_class
 from cnnexp.backends.protocol import Backend, State
 from cnnexp.datasets import Dataset, Source
 from cnnexp.measuring.confidence import Interval, median_interval
 from cnnexp.measuring.environment import outputs_dir
 from cnnexp.measuring.interference import Interference
 from cnnexp.network import Network
-from cnnexp.network.models import MODELS, Model
-from cnnexp.optimizers import OPTIMIZERS, SGD, Optimizer
-from cnnexp.system.registry import Registry
+from cnnexp.network.models import Model
+from cnnexp.optimizers import SGD, Optimizer
 from cnnexp.tracking import verdict
 from cnnexp.tracking.address import store_uri
 from cnnexp.tracking.journal import Run, save_epochs
@@ -36,7 +35,6 @@ from cnnexp.tracking.pipe import Recorder
 from cnnexp.training import checkpoint
 from cnnexp.training.augment import describe
 from cnnexp.training.loop import EpochResult
-from cnnexp.workers import Alone
 
 if TYPE_CHECKING:
     from cnnexp.tracking.figures import Figure
@@ -146,9 +144,7 @@ def fit(
         dataset=data,
         augment=tuple(trainer.pop("augment", ())),
         trainer=build(Trainer, {**given, **trainer}, "trainer"),
-        workers=Alone(),
         tracking=Tracking("mlflow" if record else "none", experiment=record if isinstance(record, str) else "cnnexp"),
-        sweep=Sweep(),
         baseline=beside,
     )
     with contextlib.ExitStack() as stack:
@@ -178,9 +174,7 @@ def fit(
 def _config(settings: Settings, name: str) -> dict[str, dict[str, Any]]:
     """Return the settings, of a data set by its name, as a config has them: a name and options, section by section."""
     return {
-        "model": _described(MODELS, settings.model),
-        "backend": _described(BACKENDS, settings.backend),
-        "optimizer": _described(OPTIMIZERS, settings.optimizer),
+        **{group: _described(group, getattr(settings, group)) for group in ("model", "backend", "optimizer")},
         "dataset": {"name": name},
         "augment": describe(settings.augment),
         "trainer": _plain_fields(settings.trainer),
@@ -188,9 +182,9 @@ def _config(settings: Settings, name: str) -> dict[str, dict[str, Any]]:
     }
 
 
-def _described(registry: Registry, made: Any) -> dict[str, Any]:
+def _described(group: str, made: Any) -> dict[str, Any]:
     kind = type(made).__name__
-    name = next((name for name in registry if name.replace("-", "").replace("_", "") == kind.lower()), kind)
+    name = next((name for name in GROUPS[group] if name.replace("-", "").replace("_", "") == kind.lower()), kind)
     return {"name": getattr(made, "name", name), **_plain_fields(made)}
 
 

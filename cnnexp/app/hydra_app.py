@@ -25,21 +25,12 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
 
 from cnnexp.app import config_security, sweep
-from cnnexp.app.config import SECTIONS, Settings, Tracking, build, container, defaults, load, plain, record
+from cnnexp.app.config import GROUPS, SECTIONS, Settings, Tracking, build, container, defaults, load, plain, record
 from cnnexp.app.config_security import CONF
 from cnnexp.app.console import JobTable, make_console, say, say_folder, say_rows
 from cnnexp.app.resume import AUTO, find_earlier
 from cnnexp.app.run import train
-from cnnexp.errors import (
-    CnnexpError,
-    ConfigError,
-    TrackingError,
-    did_you_mean,
-    explained,
-    installing,
-    leave,
-    without_secrets,
-)
+from cnnexp.errors import CnnexpError, ConfigError, TrackingError, did_you_mean, explained, leave, without_secrets
 from cnnexp.measuring.environment import outputs_dir, program_name
 from cnnexp.system import registry
 from cnnexp.system.table import as_screen
@@ -55,7 +46,6 @@ log = logging.getLogger(__name__)
 for noisy in ("matplotlib", "numba", "PIL"):
     logging.getLogger(noisy).setLevel(logging.WARNING)  # else hydra.verbose=true prints all byte code
 
-GROUPS = ("model", "backend", "optimizer", "dataset", "workers")  # a class for each name in them
 NOTHING = {"experiment=null", "search=null", "debug=null"}  # as without them; Hydra takes no null for a name
 FOLDERS = ("hydra.run.dir", "hydra.sweep.dir")
 OBJECTIVES = {"test_accuracy": "final/test_accuracy", "epoch_s": "time/median_epoch_s"}
@@ -70,8 +60,7 @@ OmegaConf.register_new_resolver("by", lambda name, values, otherwise: values.get
 
 def launch() -> None:
     """Run all jobs of this process's command line; raise what made the only one fail."""
-    sys.argv[1:] = flags_first(_checked(sys.argv[1:]))
-    _offer_plugins(sys.argv[1:])
+    sys.argv[1:] = flags_first(_prepared(sys.argv[1:]))
     command = hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(job)
     interrupted, gave_up = True, []
     try:
@@ -93,7 +82,7 @@ def launch() -> None:
             recorder.close()
     for tracking, link in links.items():
         store = f" tracking.uri={without_secrets(tracking.uri)}" if tracking.uri else ""
-        first = "" if browser.has_pages() else f"{installing('ui')}, then "
+        first = f"{missing}, then " if (missing := browser.installing_pages()) else ""
         if browser.answers(link):  # an address that nothing answers is of no use
             say(make_console(), link)
         else:
@@ -118,10 +107,10 @@ def _change_hydra() -> None:
             config_security.check_file(Path(name))
         return load_file(file)
 
-    def load_single_config(self: ConfigLoaderImpl, *arguments: Any, **options: Any) -> Any:
-        placed = place(self, *arguments, **options)
+    def load_single_config(self: ConfigLoaderImpl, default: Any, repo: Any) -> Any:
+        placed = place(self, default, repo)
         if placed.path.startswith("file://"):
-            name = (arguments[0] if arguments else options["default"]).config_path
+            name = default.config_path
             name = name if name.endswith((".yaml", ".yml")) else f"{name}.yaml"
             config_security.check_placed(container(placed.config), Path(placed.path.removeprefix("file://"), name))
         return placed
@@ -146,8 +135,8 @@ def _change_hydra() -> None:
 _change_hydra()
 
 
-def _checked(words: Sequence[str]) -> list[str]:
-    """Return a command line as Hydra may have it, without `NOTHING` and secrets.
+def _prepared(words: Sequence[str]) -> list[str]:
+    """Return a command line as Hydra may have it, without `NOTHING` and secrets; it may pick what plugins added.
 
     ConfigError is raised where a group is given no name but something else: Hydra's own errors name no key then.
     """
@@ -155,6 +144,12 @@ def _checked(words: Sequence[str]) -> list[str]:
         key, _, value = word.lstrip("+").partition("=")
         if key in SECTIONS and (value in ("", "null") or value[0] in ("{" if key == "augment" else "[{")):
             raise ConfigError(f"{word}: must be a name of the group {key}, e.g. a file of conf/{key}/")
+    picked = [(group, name) for group, _, names in (word.partition("=") for word in words) for name in names.split(",")]
+    if any(group in GROUPS and not (CONF / group / f"{name}.yaml").is_file() for group, name in picked):
+        registry.load_installed()
+    for group in GROUPS:  # the defaults of a plugin's class stand where our groups have a file
+        for name, cls in registry.added(group).items():
+            ConfigStore.instance().store(name, {"name": name, **defaults(cls)}, group)
     return config_security.hide_secrets([word for word in words if word not in NOTHING])
 
 
@@ -370,22 +365,11 @@ def _folder() -> Path:
     return Path(HydraConfig.get().runtime.output_dir)
 
 
-def _offer_plugins(words: Sequence[str]) -> None:
-    """Let the command line pick what plugins added: the defaults of its class stand where our groups have a file."""
-    picked = [(group, name) for group, _, names in (word.partition("=") for word in words) for name in names.split(",")]
-    if any(group in GROUPS and not (CONF / group / f"{name}.yaml").is_file() for group, name in picked):
-        registry.load_installed()
-    for group in GROUPS:
-        for name, cls in registry.added(group).items():
-            ConfigStore.instance().store(name, {"name": name, **defaults(cls)}, group)
-
-
 def settings_of(words: Sequence[str]) -> Settings:
     """Return the settings of a run's command line, for a command that does something else with them."""
     if flags := [word for word in words if word.startswith("-")]:
         raise ConfigError(f"{flags[0]}: unknown; legal: GROUP=NAME and GROUP.KEY=VALUE")
-    typed = _checked(words)
-    _offer_plugins(typed)
+    typed = _prepared(words)
     with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
         return load(plain(hydra.compose("config", typed)))
 

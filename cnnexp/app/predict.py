@@ -12,8 +12,7 @@ from yaml import YAMLError
 
 from cnnexp.app.config import container, named
 from cnnexp.app.resume import find_run
-from cnnexp.backends import BACKENDS
-from cnnexp.datasets import DATASETS, Dataset, photograph
+from cnnexp.datasets import Dataset, photograph
 from cnnexp.datasets.images import read_picture
 from cnnexp.errors import ConfigError, DataError
 from cnnexp.tracking.model import BACKEND, Classifier
@@ -33,8 +32,8 @@ def command(arguments: Sequence[str]) -> None:
         DataError: an image or the data set cannot be read, or is not what the model takes.
     """
     run, files, options = _parse(arguments)
-    backend = named(BACKENDS, {"name": BACKEND, **options.get("backend", {})}, "backend")
-    source = named(DATASETS, options["dataset"], "dataset") if "dataset" in options else None
+    backend = named("backend", {"name": BACKEND, **options.get("backend", {})})
+    source = named("dataset", options["dataset"]) if "dataset" in options else None
     classifier = Classifier(find_run(run, f"predict {run}"), backend)
     for line in _classify_split(classifier, source.load()) if source else _classify_files(classifier, files):
         sys.stdout.write(f"{line}\n")

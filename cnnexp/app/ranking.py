@@ -45,10 +45,7 @@ def rank(
 def rows(
     found: Sequence[Mapping[str, Any]], measure: str | None, places: Sequence[Place], baseline: str | None, failed: int
 ) -> list[verdict.Row]:
-    """Return the verdict on a sweep, of `sweep.rows` and `rank`.
-
-    The baseline is what speedups are over, None where jobs differ in it; `failed` jobs did not finish.
-    """
+    """Return the verdict on a sweep, of `sweep.rows` and `rank`; the baseline is None where jobs differ in it."""
     order = {
         None: "none: no job was timed alone to its end",
         "speedup/vs_baseline": f"by speedup over {baseline or 'the baseline of each job'}, median of all epochs",
@@ -57,8 +54,7 @@ def rows(
     rows: list[verdict.Row] = [("ranking", order[measure])]
     for number, place in enumerate(places, 1):
         rows.append((f"{number:>4}.", f"{place.label}: {_phrase(place.interval, MEASURES[str(measure)])}"))
-    if len(places) > 1:
-        rows += _differences(places)
+    rows += _differences(places)
     reached = [row["time/to_target_s"] for row in found if "time/to_target_s" in row]
     if reached:
         times = f"{min(reached):.3g} to {max(reached):.3g} s of training, median {statistics.median(reached):.3g} s"

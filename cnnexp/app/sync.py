@@ -58,10 +58,7 @@ def command(arguments: Sequence[str]) -> None:
 
 
 def _to_send(folders: Sequence[Path], all_of_them: bool) -> Iterator[tuple[Path, Mapping[str, Any]]]:
-    """Yield runs and sweeps below some folders, with their journals, that a store lacks something of: sweeps last.
-
-    So what has become of its jobs is there when a sweep ends.
-    """
+    """Yield what a store lacks something of, with its journal; a sweep after its jobs, by which it ends."""
     found = {path.resolve() for folder in folders for path in folder.rglob(JOURNAL)}
     for path in sorted(found, key=lambda path: (-len(path.parts), path)):
         journal = read_journal(path.parent)

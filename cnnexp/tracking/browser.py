@@ -40,8 +40,8 @@ def command(arguments: Sequence[str]) -> None:
     if uri.startswith("http"):
         sys.stdout.write(f"This store has a web page of its own: {without_secrets(uri)}\n")
         return
-    if not has_pages():
-        raise BackendUnavailable(f"ui: MLflow's pages are not installed; {installing('ui')}")
+    if missing := installing_pages():
+        raise BackendUnavailable(f"ui: MLflow's pages are not installed; {missing}")
     port = int(given["port"]) if "port" in given else free_port()
     with alone(uri):  # let a process that sets up the store finish
         address = view.address(uri, *last_experiment(uri), port)
@@ -58,13 +58,11 @@ def command(arguments: Sequence[str]) -> None:
     os.execve(served[0], served, {"MLFLOW_DISABLE_TELEMETRY": "true", **os.environ})
 
 
-def has_pages() -> bool:
-    """Return whether all of MLflow is installed: its client, which records, brings no pages."""
+def installing_pages() -> str:
+    """Return the command that installs MLflow's pages, which its client does not bring; empty where they are there."""
     from importlib import metadata  # slow to import
 
-    with contextlib.suppress(metadata.PackageNotFoundError):
-        return bool(metadata.version("mlflow"))
-    return False
+    return "" if any(metadata.distributions(name="mlflow")) else installing("ui")
 
 
 def last_experiment(uri: str) -> tuple[str | None, bool]:

@@ -24,7 +24,7 @@ from cnnexp import Flatten, Linear, Loss, ReLU, Sigmoid
 from cnnexp.app import draw, export, predict, resume
 from cnnexp.app.config import named
 from cnnexp.backends import BACKENDS, backend
-from cnnexp.datasets import DATASETS, Digits, photograph
+from cnnexp.datasets import Digits, photograph
 from cnnexp.errors import BackendUnavailable, CheckpointError, ConfigError, DataError
 from cnnexp.tracking.browser import answers, free_port
 from cnnexp.tracking.events import read_journal
@@ -280,7 +280,7 @@ def test_a_recorded_run_is_found_by_its_id_and_has_a_limit(recorded, monkeypatch
 
 
 def images_of(folder):
-    return named(DATASETS, read_journal(folder)["config"]["dataset"], "dataset").load().test.images
+    return named("dataset", read_journal(folder)["config"]["dataset"]).load().test.images
 
 
 def in_base64(image):

@@ -46,7 +46,7 @@ def test_ui_refuses_what_it_does_not_know(argument):
 
 
 def test_without_mlflows_pages_one_line_says_what_installs_them(store, monkeypatch):
-    monkeypatch.setattr(metadata, "version", MagicMock(side_effect=metadata.PackageNotFoundError))
+    monkeypatch.setattr(metadata, "distributions", lambda **_: [])
     with pytest.raises(BackendUnavailable, match=r"ui: MLflow's pages are not installed; pip install '\.\[ui\]'"):
         browser.command([f"tracking.uri={store._uri}"])
 
