@@ -6,7 +6,7 @@ import contextlib
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -17,7 +17,7 @@ from cnnexp.network.losses import Loss, Totals, check_loss
 from cnnexp.optimizers import Optimizer
 
 
-class PeerProgram(Program[Any], Protocol):
+class PeerProgram(Program):
     """A `Program` (see `protocol`) of a framework's tensors: a handle is the images and the labels as such.
 
     `make` fills `tensors`, the parameters in the order of the flat buffer and, by slot, what the optimizer keeps of
@@ -46,22 +46,27 @@ class PeerProgram(Program[Any], Protocol):
         self.compile_s = time.perf_counter() - started
 
     def make(self) -> None:
-        """Compile everything and fill what is said above."""
+        raise NotImplementedError
 
     def step(self, handle: Any, indices: np.ndarray, rate: float) -> tuple[Any, Any]:
         """Take the step `now` on the images `indices` (int64); return the summed loss and the hits, as tensors."""
+        raise NotImplementedError
 
     def differentiate(self, handle: Any, indices: np.ndarray) -> tuple[Any, Any, Sequence[Any]]:
         """Return the summed loss and the hits of a batch, as tensors, and the gradient of each parameter."""
+        raise NotImplementedError
 
     def update(self, parts: list[np.ndarray], rate: float) -> None:
         """Take the step `now` with the gradient of each parameter, in our shapes."""
+        raise NotImplementedError
 
     def scores(self, images: Any) -> np.ndarray:
         """Return the scores of at most a batch of images."""
+        raise NotImplementedError
 
     def assign(self, tensor: Any, array: np.ndarray) -> None:
         """Overwrite a tensor with an array in our shape and layout."""
+        raise NotImplementedError
 
     def array(self, tensor: Any) -> np.ndarray:
         """Return a tensor as an array in our shape and layout."""
