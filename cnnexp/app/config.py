@@ -17,7 +17,7 @@ import numpy as np
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-from cnnexp.backends import BACKENDS, backend_class
+from cnnexp.backends import BACKENDS
 from cnnexp.backends.protocol import Backend
 from cnnexp.datasets import DATASETS, Dataset, Source
 from cnnexp.errors import ConfigError, did_you_mean
@@ -145,12 +145,10 @@ class Settings:
 
     def loss(self, dataset: Dataset) -> Loss:
         """Return the model's loss, weighted where that is wanted; raise ConfigError without one weight a class."""
-        classes, wanted = len(dataset.classes), self.trainer.class_weights
-        if wanted == "balanced":
+        classes, weights = len(dataset.classes), self.trainer.class_weights or ()
+        if weights == "balanced":
             counts = np.bincount(dataset.train.labels, minlength=classes)
             weights = tuple(float(weight) for weight in len(dataset.train) / (classes * np.maximum(counts, 1)))
-        else:
-            weights = wanted or ()
         if weights and len(weights) != classes:
             raise ConfigError(f"trainer.class_weights={list(weights)}: must be {classes}, one for each class")
         return dataclasses.replace(self.model.loss, class_weights=weights)
@@ -172,15 +170,13 @@ def load(values: Mapping[str, Any]) -> Settings:
     augment = values.get("augment", {})
     _check_names("augment", augment, list(AUGMENTATIONS), required=())
     trainer = build(Trainer, values["trainer"], "trainer")
-    if trainer.baseline is not None:
-        BACKENDS.find(trainer.baseline, "trainer.baseline")
     return Settings(
         augment=tuple(convert(keys, AUGMENTATIONS[name], f"augment.{name}") for name, keys in augment.items()),
         trainer=trainer,
         tracking=build(Tracking, values["tracking"], "tracking"),
         sweep=build(Sweep, values["sweep"], "sweep"),
         **{group: named(group, values[group]) for group in GROUPS},
-        baseline=None if trainer.baseline is None else backend_class(trainer.baseline)(),
+        baseline=None if trainer.baseline is None else BACKENDS.find(trainer.baseline, "trainer.baseline")(),
     )
 
 

@@ -110,12 +110,11 @@ def check_file(path: Path) -> None:
     try:
         with refused(ConfigError, str(path)):
             text = read_regular(path, MOST_BYTES).decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: not UTF-8 text: {error}") from error
-    try:
         root = yaml.compose(text, Loader=yaml.CSafeLoader if hasattr(yaml, "CSafeLoader") else yaml.SafeLoader)
         if root is not None and _nodes(root, {}) > MOST_NODES:
             raise ConfigError(f"{path}: unfolds to more than {MOST_NODES} values by its aliases")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not UTF-8 text: {error}") from error
     except yaml.YAMLError:
         return  # its reader says where
     except RecursionError as error:

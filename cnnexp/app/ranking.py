@@ -89,9 +89,8 @@ def _differences(places: Sequence[Place]) -> list[verdict.Row]:
         first, last = last + 1, last + len(pairs)
         p = f"(p {min(pairs):.2g}{' or more' if min(pairs) < max(pairs) else ''})"
         if unsure:
-            alike.append(
-                f"{first} and {last + 1} {p}" if first == last else f"each of {first} to {last} and the next {p}"
-            )
+            pair = f"{first} and {last + 1}" if first == last else f"each of {first} to {last} and the next"
+            alike.append(f"{pair} {p}")
     if alike:
         rows.append(("not sure", f"{', '.join(alike)}: more epochs, or {SEED}=0,1,2, may tell them apart"))
     return rows

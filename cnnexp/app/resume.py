@@ -98,18 +98,16 @@ def _trained() -> list[Path]:
 def _newest(folder: Path, wanted: str) -> ResumePoint | None:
     """Return the run of a folder, else the newest of a config that has a checkpoint, else the newest of it."""
     if (folder / JOURNAL).exists():
-        return ResumePoint(folder, _checkpoint(folder))
-    same = [journal for journal in outputs_dir().rglob(JOURNAL) if hash_in(journal) == wanted]
-    same.sort(key=lambda journal: journal.stat().st_mtime, reverse=True)
-    stopped = [journal.parent for journal in same if not is_locked(journal.parent)]
-    points = (ResumePoint(holder, _checkpoint(holder)) for holder in stopped)
-    with_checkpoint = (point for point in points if point.path is not None)
+        return _point(folder)
+    same = [journal.parent for journal in outputs_dir().rglob(JOURNAL) if hash_in(journal) == wanted]
+    stopped = [holder for holder in sorted(same, key=MOST["latest"], reverse=True) if not is_locked(holder)]
+    with_checkpoint = (point for point in map(_point, stopped) if point.path is not None)
     return next(with_checkpoint, ResumePoint(stopped[0], None) if stopped else None)
 
 
-def _checkpoint(folder: Path) -> Path | None:
-    """Return the newest whole checkpoint of a run's folder, None where it has none."""
+def _point(folder: Path) -> ResumePoint:
+    """Return the run of a folder with its newest whole checkpoint, if it has one."""
     try:
-        return checkpoint.find(folder)
+        return ResumePoint(folder, checkpoint.find(folder))
     except CheckpointError:
-        return None
+        return ResumePoint(folder, None)

@@ -212,8 +212,7 @@ class _Training:
 class _Keeping(AbstractContextManager):
     """Keeps what a run has trained in its folder: at its start, after every epoch, within one, where a signal ends it.
 
-    The newest checkpoint is the run's model. The trainer says how often, and how many stay. CheckpointError is raised
-    where one cannot be written.
+    The newest checkpoint is the run's model. CheckpointError is raised where one cannot be written.
     """
 
     def __init__(self, made: _Training) -> None:

@@ -69,10 +69,7 @@ def compare(folder: Path, key: str) -> Result:
 def _scaling(jobs: Sequence[Job]) -> list[dict[str, Any]]:
     """Return the cost model's rows of the first job that has any; its constants were measured with fewest workers."""
     path = next((path for job in jobs if (path := Path(job.folder) / cost_model.TABLE).is_file()), None)
-    if path is None:
-        return []
-    with path.open(encoding="utf-8", newline="") as file:
-        rows = list(csv.DictReader(file))
+    rows = csv.DictReader(path.read_text(encoding="utf-8").splitlines() if path is not None else [])
     return [{key: text if key in ("link", "sync") else float(text) for key, text in row.items()} for row in rows]
 
 

@@ -169,15 +169,14 @@ def run_facts(result: Result) -> list[tuple[str, str]]:
         and not key.endswith((".root", ".progress", ".resume", ".step_every", ".step_factor", ".baseline_s", ".verify"))
     }
     threads = sorted({f"{job.config['backend.name']} {job.threads}" for job in result.jobs if job.threads})
-    accounted = [job.metrics["profile/accounted"] for job in result.jobs if "profile/accounted" in job.metrics]
-    ledger = f"at least {min(accounted):.1%} of each run's wall time accounted for" if accounted else ""
+    shares = [job.metrics["profile/accounted"] for job in result.jobs if "profile/accounted" in job.metrics]
     commit = facts.get("git.commit", "unknown") + (" with changes" if facts.get("git.dirty") == "true" else "")
     return [
         ("command", facts["command"]),
         ("machine", f"{facts['machine.cpu']}, {facts['machine.cores']} usable cores, {facts['machine.system']}"),
         ("load", f"{facts['machine.load']} processes were running when it started"),
         ("threads", ", ".join(threads)),
-        *([("time ledger", ledger)] if ledger else []),
+        *([("time ledger", f"at least {min(shares):.1%} of each run's wall time accounted for")] if shares else []),
         ("versions", versions),
         ("commit", commit),
         ("config", ", ".join(f"{key}={json.dumps(value)}" for key, value in common.items())),
