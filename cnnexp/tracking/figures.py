@@ -42,8 +42,7 @@ class Figure(PlainFigure):
 def draw_sweep(folder: Path, rows: Sequence[Mapping[str, Any]], varied: Sequence[str]) -> None:
     """Draw what a sweep compares into `folder`: epoch_time.png and, where it was measured, speedup.png.
 
-    A row of a finished job holds what varied, by key, and its metrics, by name; the last of the keys in `varied` with
-    numbers alone is the horizontal axis.
+    A row is a finished job's: what varied, and metrics, by name. The last of `varied` with numbers alone is the x axis.
     """
     for name, metric, label in (
         ("epoch_time", "time/median_epoch_s", "median epoch time (s)"),

@@ -1,7 +1,6 @@
 """Several workers train one network: processes of this machine, or MPI ranks on many.
 
-A `workers` object stands between the config and the backend: `compile` makes one `Program` out of as many as there are
-workers, so the train loop does not know.
+A `workers` object stands between config and backend: its `compile` makes one `Program` of all, so the loop sees one.
 """
 
 from __future__ import annotations
