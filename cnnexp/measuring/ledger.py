@@ -124,8 +124,7 @@ def report(ledger: Ledger, program: Profiled, epochs: Sequence[EpochResult], bac
     training, by the epochs' own clock), `machine` (`roofline.machine_limits`, or the GPU's), `ways` (by layers, which
     of several ways to compute them was taken) and `share_of_gflops` (of the machine's, that all layers' passes
     reached); and where layers were clocked `layers` (name, layers, kind, pass, and the run's seconds, flops, bytes and
-    multiply_adds, and how a fused program computes them: kernels by seconds, at_once, fewer) and `parallel_share` (of
-    the seconds of all training steps, the part inside these passes).
+    multiply_adds, and if fused kernels by seconds, at_once, fewer) and `parallel_share` (their share of all steps).
     """
     wall_s = ledger.close()
     images = sum(epoch.train.count for epoch in epochs)

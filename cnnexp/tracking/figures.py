@@ -304,8 +304,7 @@ def new_figure(
 ) -> tuple[Figure, list[Axes]]:
     """Return a figure of its own, in inches, and its panels, row by row; pyplot would keep every figure alive.
 
-    Where it is `measured`, Matplotlib makes room for every text, in half of the time that drawing takes; else the usual
-    room is left for a title and for labels of a few letters.
+    If `measured`, there is room for every text, at half of the time of drawing; else for a title and short labels.
     """
     figure = Figure(figsize=(width, height), dpi=DPI, layout="constrained" if measured else None)
     if not measured:
