@@ -34,8 +34,7 @@ class Interval:
 def median_interval(values: Sequence[float]) -> Interval:
     """Return the narrowest pair of order statistics, equally far from both ends, that is sure enough.
 
-    A measurement lies below the true median with probability 1/2, so how many do is binomial (Conover, Practical
-    Nonparametric Statistics, section 3.2).
+    How many lie below the true median is binomial, p = 1/2 (Conover, Practical Nonparametric Statistics, section 3.2).
     """
     ordered, count, all_ways = sorted(values), len(values), 2 ** len(values)
     # of all ways those with so many below: whole numbers, as of thousands of measurements no float holds them

@@ -83,8 +83,7 @@ def git_facts() -> dict[str, str]:
 def config_hash(config: Mapping[str, Any]) -> str:
     """Return 16 hex digits that name a config: equal for equal values, whatever the order of the keys.
 
-    Where and how a run is recorded and kept, or whether it was interrupted, does not change what it computes, so
-    `tracking`, `sweep` and the keys of `KEEPING` are left out.
+    Left out is what changes no result, how a run is recorded, kept or resumed: `tracking`, `sweep`, keys of `KEEPING`.
     """
     counted = {key: value for key, value in config.items() if key not in ("tracking", "sweep")}
     if "trainer" in counted:

@@ -1,8 +1,7 @@
 """Where a run's time goes: a ledger of seconds per layer and pass that adds up to the wall time.
 
 A layerwise program is clocked layer by layer, each pass until its work is done. A fused program clocks its own parts
-(`backends.parts`) where it was compiled to; else its whole step is one entry. What no entry covers is shown too, as
-"rest".
+(`backends.parts`) where it was compiled to; else its whole step is one entry. What no entry covers is the "rest".
 """
 
 from __future__ import annotations
@@ -125,8 +124,7 @@ def report(ledger: Ledger, program: Profiled, epochs: Sequence[EpochResult], bac
     training, by the epochs' own clock), `machine` (`roofline.machine_limits`, or the GPU's), `ways` (by layers, which
     of several ways to compute them was taken) and `share_of_gflops` (of the machine's, that all layers' passes
     reached); and where layers were clocked `layers` (name, layers, kind, pass, and the run's seconds, flops, bytes and
-    multiply_adds, and how a fused program computes them: kernels by seconds, at_once, fewer) and `parallel_share` (of
-    the seconds of all training steps, the part inside these passes).
+    multiply_adds, and if fused kernels by seconds, at_once, fewer) and `parallel_share` (their share of all steps).
     """
     wall_s = ledger.close()
     images = sum(epoch.train.count for epoch in epochs)
@@ -187,8 +185,7 @@ def _step(backend: Backend, images: int, trained_s: float, seconds: Mapping[tupl
 def metrics(found: Mapping[str, Any]) -> dict[str, float]:
     """Return a report's numbers by metric name.
 
-    `profile/<layer>/<pass>_ms` is per image; `profile/share/<kind>/<pass>` is of the seconds of all training steps, as
-    khandait's table has it.
+    `profile/<layer>/<pass>_ms` is per image; `profile/share/<kind>/<pass>` of all steps' seconds (khandait's table).
     """
     named = {f"profile/{what}": found[what] for what in ("wall_s", "accounted", "share_of_gflops")}
     named["profile/machine_gflops"] = found["machine"]["gflops"]

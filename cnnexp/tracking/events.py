@@ -34,8 +34,7 @@ _UNENDED: dict[str, Any] = {
 class Journal:
     """What the journal of a run's folder says; `read` takes in what has been written since.
 
-    A line that is no event of ours, such as the last one of a process that was killed while it wrote, is left out. The
-    folder need not be there.
+    What is no event of ours, as the half-written last line of a killed process, is left out. The folder may be missing.
 
     Attributes:
         facts: of its last `job` line kind (`RUN` or `SWEEP`), name, overrides, config, config_hash and contended (empty

@@ -42,8 +42,7 @@ class Figure(PlainFigure):
 def draw_sweep(folder: Path, rows: Sequence[Mapping[str, Any]], varied: Sequence[str]) -> None:
     """Draw what a sweep compares into `folder`: epoch_time.png and, where it was measured, speedup.png.
 
-    A row of a finished job holds what varied, by key, and its metrics, by name; the last of the keys in `varied` with
-    numbers alone is the horizontal axis.
+    A row is a finished job's: what varied, and metrics, by name. The last of `varied` with numbers alone is the x axis.
     """
     for name, metric, label in (
         ("epoch_time", "time/median_epoch_s", "median epoch time (s)"),
@@ -305,8 +304,7 @@ def new_figure(
 ) -> tuple[Figure, list[Axes]]:
     """Return a figure of its own, in inches, and its panels, row by row; pyplot would keep every figure alive.
 
-    Where it is `measured`, Matplotlib makes room for every text, in half of the time that drawing takes; else the usual
-    room is left for a title and for labels of a few letters.
+    If `measured`, there is room for every text, at half of the time of drawing; else for a title and short labels.
     """
     figure = Figure(figsize=(width, height), dpi=DPI, layout="constrained" if measured else None)
     if not measured:

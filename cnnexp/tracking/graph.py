@@ -1,7 +1,6 @@
 """A trained network as an ONNX graph, which other runtimes run: images in, the probability of every class out.
 
-The graph takes what the model was trained on, pixels of 0 .. 255 or floats, and is channels-last like everything here;
-inside it ONNX's order, channels first, holds.
+The graph takes what the model was trained on, pixels of 0 .. 255 or floats, channels last; ONNX has them first inside.
 """
 
 from __future__ import annotations

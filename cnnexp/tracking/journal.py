@@ -171,8 +171,7 @@ class Record(ABC):
 class Run(Record, Observer, contextlib.AbstractContextManager["Run"]):
     """Context manager: one run's journal, MLflow record and figures.
 
-    Leaving the block ends the run: FINISHED, KILLED after Ctrl-C or SIGTERM, FAILED after any other exception, which
-    goes on to the caller.
+    Leaving the block ends the run: FINISHED, KILLED by Ctrl-C or SIGTERM, FAILED by any other exception, which goes on.
     """
 
     # once begun: the data, the results so far, and by the name of a backend the share of its training step by part

@@ -2,8 +2,7 @@
 
 Importing MLflow takes longer than a short training, so it happens in a process of its own, which `pipe` starts first.
 It reads one call a line, `[id, name, arguments]` as JSON, and answers those with an id by `[id, value, error]`. What it
-records of runs it reads from their journals. Where a training process is killed, the end of the pipe says so, and no
-run stays RUNNING.
+records of runs is in their journals. Where a training process is killed, its pipe ends, and no run stays RUNNING.
 """
 
 from __future__ import annotations
@@ -162,8 +161,7 @@ class Store:
 
         Args, beside those of a journal's `begin`:
             parent: what the sweep's run is begun with, made by who comes first; its id in journals before `SCHEMA` 3.
-            is_live: whether our owner runs it, and has not only found its journal; then facts of the machine and the
-                code are among its tags.
+            is_live: whether our owner runs it, not only found its journal; then facts of machine and code are tags.
         """
         from mlflow.entities import Param
 

@@ -44,8 +44,7 @@ def run_rows(
 ) -> Iterator[Row]:
     """Yield the verdict on one run, of one epoch at least; where it has trained none, no speed is claimed.
 
-    Of a contended run, beside which others computed, no speedup is given. `parts` are, by the name of a backend, the
-    shares of its training step.
+    Of a contended run, beside which others computed, no speedup is given. `parts`: by backend, the shares of its step.
     """
     timed = len(epochs) > course.done
     if course.resumed:

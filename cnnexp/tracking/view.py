@@ -29,8 +29,7 @@ def has_screen(environ: Mapping[str, str]) -> bool:
 def host(environ: Mapping[str, str]) -> str:
     """Return this machine's address for itself: MLflow's page has no passwords, and is not for the network.
 
-    A page from 127.0.0.1 opens beside a pane of MLflow's assistant, one from ::1 does not. Without a screen the page is
-    looked at through a tunnel, which ends at 127.0.0.1.
+    A page from ::1 opens without the pane of MLflow's assistant. Where there is no screen a tunnel ends at 127.0.0.1.
     """
     if has_screen(environ):
         with contextlib.suppress(OSError), socket.socket(socket.AF_INET6) as probe:

@@ -1,7 +1,6 @@
 """Several workers train one network: processes of this machine, or MPI ranks on many.
 
-A `workers` object stands between the config and the backend: `compile` makes one `Program` out of as many as there are
-workers, so the train loop does not know.
+A `workers` object stands between config and backend: its `compile` makes one `Program` of all, so the loop sees one.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from cnnexp.errors import ConfigError
 from cnnexp.measuring.environment import launched_rank
 from cnnexp.system.ranges import check_fields, ranged
 from cnnexp.system.registry import Registry
+from cnnexp.workers.mpi import compile_mpi, group_size, session
 from cnnexp.workers.replica import Spec, divide_threads
 
 
@@ -82,20 +82,14 @@ class Mpi(_Parallel):
 
     @property
     def count(self) -> int:
-        from cnnexp.workers.mpi import group_size
-
         return group_size()
 
     def share_cores(self, backend: Backend) -> Backend:
         """As `Alone.share_cores`, for rank 0's machine; each rank does it for its own when it compiles."""
-        from cnnexp.workers.mpi import session
-
         return divide_threads(backend, session().collective.host_size) if self.count > 1 else backend
 
     def compile(self, backend: Backend, *compiling: Any) -> Program:
         """As `Backend.compile`, on rank 0; the others serve (see `cnnexp.workers.mpi`)."""
-        from cnnexp.workers.mpi import compile_mpi
-
         return compile_mpi(self._spec(self.count, backend, *compiling), self.heartbeat_timeout_s)
 
 
@@ -104,7 +98,5 @@ WORKERS: Registry[Any] = Registry("workers", {"none": Alone, "local": Local, "mp
 
 
 def _refuse_idle_ranks(name: str) -> None:
-    from cnnexp.workers.mpi import group_size
-
     if launched_rank() is not None and group_size() > 1:
         raise ConfigError(f"workers={name}: but {group_size()} MPI processes were started; add workers=mpi")

@@ -6,8 +6,7 @@ the worker dies, on whatever machine. The guard then names the worker and ends t
 not see to that. A worker that is stopped, or whose machine is out of reach, closes nothing: it falls silent.
 
 It speaks lines. A worker says `TOKEN RANK HOST PID`, then `alive` every second, in the end `bye` or `failed REASON`;
-rank 0 says `timeout SECONDS` when there is work, and may say `over`: whatever happens from here is no accident. The
-guard says `lost`.
+rank 0 says `timeout SECONDS` when there is work, and `over` before an end that is no accident. The guard says `lost`.
 """
 
 from __future__ import annotations
@@ -107,8 +106,7 @@ class _Watched:
 def watch(server: socket.socket, size: int, token: str) -> str | None:
     """Wait until every worker has left, or one is lost; return the line that says which, None if all is well.
 
-    Looks count only where another worker gives signs: a run that is stopped as a whole, without its guard, goes on when
-    it is continued.
+    Looks count only where some worker gives signs: a run stopped as a whole, but for its guard, may be continued.
     """
     members: dict[socket.socket, _Watched] = {}
     left, over, timeout_s, signs, next_look = 0, False, math.inf, 0, time.monotonic() + LOOK_S

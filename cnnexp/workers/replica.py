@@ -168,8 +168,7 @@ class ParameterReplica(Replica):
 
     Each step of a worker is on its share of a batch, so plain SGD averaged after every batch is one worker's SGD.
     Optimizer slots are averaged with the parameters, so that the state after an epoch is one state; a worker counts by
-    the images it has trained since the last average. Between two averages the workers differ, and `state` and
-    `predict` show each one's own.
+    the images it has trained since the last average. Between averages `state` and `predict` are each worker's own.
     """
 
     def __init__(self, spec: Spec, collective: Collective) -> None:
