@@ -13,7 +13,6 @@ from cnnexp.errors import ConfigError
 from cnnexp.measuring.environment import launched_rank
 from cnnexp.system.ranges import check_fields, ranged
 from cnnexp.system.registry import Registry
-from cnnexp.workers.mpi import compile_mpi, group_size, session
 from cnnexp.workers.replica import Spec, divide_threads
 
 
@@ -82,14 +81,20 @@ class Mpi(_Parallel):
 
     @property
     def count(self) -> int:
+        from cnnexp.workers.mpi import group_size
+
         return group_size()
 
     def share_cores(self, backend: Backend) -> Backend:
         """As `Alone.share_cores`, for rank 0's machine; each rank does it for its own when it compiles."""
+        from cnnexp.workers.mpi import session
+
         return divide_threads(backend, session().collective.host_size) if self.count > 1 else backend
 
     def compile(self, backend: Backend, *compiling: Any) -> Program:
         """As `Backend.compile`, on rank 0; the others serve (see `cnnexp.workers.mpi`)."""
+        from cnnexp.workers.mpi import compile_mpi
+
         return compile_mpi(self._spec(self.count, backend, *compiling), self.heartbeat_timeout_s)
 
 
@@ -98,5 +103,7 @@ WORKERS: Registry[Any] = Registry("workers", {"none": Alone, "local": Local, "mp
 
 
 def _refuse_idle_ranks(name: str) -> None:
+    from cnnexp.workers.mpi import group_size
+
     if launched_rank() is not None and group_size() > 1:
         raise ConfigError(f"workers={name}: but {group_size()} MPI processes were started; add workers=mpi")
