@@ -355,11 +355,7 @@ class Emitter:
         at.set(self.select(self.builder.icmp_unsigned("<", line, end), more, line))
 
     def prefetch(self, pointer: Pointer, written: bool = False, near: int = 3) -> None:
-        """Have a cache line brought near that is soon read, or written, and that the CPU does not foresee.
-
-        Args:
-            near: 3 for L1, 2 for L2.
-        """
+        """Have a cache line brought to L1 (`near` 3) or L2 (2) that is soon read, or written, and not foreseen."""
         kind = ir.FunctionType(ir.VoidType(), [BYTE.as_pointer(), INT, INT, INT])
         function = intrinsics.declare(self.module, kind, "llvm.prefetch.p0i8")
         self.builder.call(function, [pointer.value(BYTE), INT(int(written)), INT(near), INT(1)])
