@@ -173,7 +173,7 @@ def split(network: Sequence[Stage]) -> list[Section]:
     return sections
 
 
-def _follow(following: list[Stage], tiled: bool = False) -> list[Stage]:
+def _follow(following: list[Stage], tiled: bool) -> list[Stage]:
     """Take a ReLU and a max-pool, in either order, that a convolution can compute along; `tiled`: a normalization."""
     taken: list[Stage] = []
     while following:
@@ -186,11 +186,7 @@ def _follow(following: list[Stage], tiled: bool = False) -> list[Stage]:
 
 
 def _fits_windows(pool: Stage, tiled: bool) -> bool:
-    """Whether a stage is a max-pool whose windows are small, do not overlap and do not reach past the image.
-
-    Args:
-        tiled: whether every pixel must be in a window of four.
-    """
+    """Whether a stage is a max-pool of small windows, apart, inside the image; `tiled`: of four, with every pixel."""
     if not isinstance(pool, net.PoolStage) or not isinstance(pool.layer, net.MaxPool2d) or pool.window.padded:
         return False
     if tiled:

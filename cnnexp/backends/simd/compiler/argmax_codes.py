@@ -46,10 +46,7 @@ def store_codes(
     k: Emitter, first: tuple[ir.Value, ir.Value], second: tuple[ir.Value, ir.Value], target: Pointer
 ) -> None:
     """Store the codes of two vectors of `maximum`, one word."""
-    pair, within = (
-        intrinsics.call(k.builder, k.target.features, intrinsics.PACK_8, SHORT, signs)
-        for signs in zip(first, second, strict=True)
-    )
+    pair, within = (k.intrinsic(intrinsics.PACK_8, SHORT, *signs) for signs in zip(first, second, strict=True))
     upper = k.builder.and_(pair, ir.Constant(SHORT, [WORD(0xFF00)] * SHORT.count))
     lower = k.builder.lshr(within, ir.Constant(SHORT, [WORD(8)] * SHORT.count))
     kind = ir.VectorType(BYTE, 2 * SHORT.count)
@@ -74,4 +71,4 @@ def pick(k: Emitter, pixels: Pointer, codes: ir.Value) -> ir.Value:
     """Return, lane by lane, the pixel out of four in memory that the code says."""
     four = k.load(pixels, PIXELS)
     both = k.shuffle(four, four, [lane % PIXELS for lane in range(LANES)])
-    return intrinsics.call(k.builder, k.target.features, intrinsics.PICK_8, k.vector, [both, codes])
+    return k.intrinsic(intrinsics.PICK_8, k.vector, both, codes)

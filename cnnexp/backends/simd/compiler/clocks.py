@@ -77,5 +77,5 @@ def available(triple: str) -> bool:
 def _ticks(k: Emitter) -> ir.Value:
     """Read the core's clock, whose rate is constant."""
     if k.target.has(intrinsics.READ_CLOCK):
-        return intrinsics.call(k.builder, k.target.features, intrinsics.READ_CLOCK, INDEX, [])
+        return k.intrinsic(intrinsics.READ_CLOCK, INDEX)
     return intrinsics.read_register(k.builder, ARM_TICKS)

@@ -355,11 +355,7 @@ class Emitter:
         at.set(self.select(self.builder.icmp_unsigned("<", line, end), more, line))
 
     def prefetch(self, pointer: Pointer, written: bool = False, near: int = 3) -> None:
-        """Have a cache line brought near that is soon read, or written, and that the CPU does not foresee.
-
-        Args:
-            near: 3 for L1, 2 for L2.
-        """
+        """Have a cache line brought to L1 (`near` 3) or L2 (2) that is soon read, or written, and not foreseen."""
         kind = ir.FunctionType(ir.VoidType(), [BYTE.as_pointer(), INT, INT, INT])
         function = intrinsics.declare(self.module, kind, "llvm.prefetch.p0i8")
         self.builder.call(function, [pointer.value(BYTE), INT(int(written)), INT(near), INT(1)])
@@ -428,13 +424,13 @@ class Emitter:
         self._multiplied += 1
         if self._ahead and self._multiplied % AHEAD_EVERY == 0:
             self._bring_line()
-        return self._intrinsic(f"llvm.fmuladd.v{a.type.count}f32", a.type, a, b, c)
+        return self.intrinsic(f"llvm.fmuladd.v{a.type.count}f32", a.type, a, b, c)
 
     def accumulate(self, total: Variable, a: ir.Value, b: ir.Value) -> None:
         total.set(self.fma(a, b, total.get()))
 
     def sqrt(self, x: ir.Value) -> ir.Value:
-        return self._intrinsic(f"llvm.sqrt.v{x.type.count}f32", x.type, x)
+        return self.intrinsic(f"llvm.sqrt.v{x.type.count}f32", x.type, x)
 
     def rectify(self, x: ir.Value) -> ir.Value:
         """Return max(x, 0); a NaN stays one."""
@@ -509,7 +505,7 @@ class Emitter:
 
     def permute(self, table: ir.Value, indices: ir.Value) -> ir.Value:
         """Return table[indices], lane by lane (needs `target.permutes`)."""
-        return self._intrinsic(PERMUTES[self.lanes], self.vector, table, indices)
+        return self.intrinsic(PERMUTES[self.lanes], self.vector, table, indices)
 
     def append(self, mask: ir.Value, count: ir.Value, columns: list[tuple[ir.Value, Pointer]]) -> ir.Value:
         """Store the lanes under the mask behind the first `count` elements; return the new count.
@@ -522,7 +518,7 @@ class Emitter:
             for value, column in columns:
                 self.store(self._to_front(value, mask), column.at(count))
             bits = ir.IntType(self.lanes)
-            more = self._intrinsic(f"llvm.ctpop.i{self.lanes}", bits, self.builder.bitcast(mask, bits))
+            more = self.intrinsic(f"llvm.ctpop.i{self.lanes}", bits, self.builder.bitcast(mask, bits))
             return self.builder.add(count, self.builder.zext(more, INDEX))
         # every lane is stored, and over it the next one where the mask is not set: no branch
         for lane in range(self.lanes):
@@ -538,7 +534,7 @@ class Emitter:
         A step of two small convolutions takes up to 8 % less time by it than with lanes stored one by one.
         """
         if self.target.compresses:
-            return self._intrinsic(intrinsics.COMPRESS_16, self.vector, value, self.zero(), mask)
+            return self.intrinsic(intrinsics.COMPRESS_16, self.vector, value, self.zero(), mask)
         table = self.module.globals.get("front_orders")
         if table is None:
             # those whose bit is set first
@@ -549,7 +545,8 @@ class Emitter:
         order = self.builder.load(self.builder.gep(table, [INDEX(0), row]), align=8)
         return self.permute(value, self.builder.zext(order, self.indices))
 
-    def _intrinsic(self, name: str, result: ir.Type, *values: ir.Value) -> ir.Value:
+    def intrinsic(self, name: str, result: ir.Type, *values: ir.Value) -> ir.Value:
+        """Call an intrinsic that the target has."""
         return intrinsics.call(self.builder, self.target.features, name, result, values)
 
 

@@ -92,11 +92,7 @@ class Function:
         self._call = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p)(address)
 
     def pack(self, *given: int | np.ndarray) -> Packed:
-        """Return the arguments as `run` takes them.
-
-        Raises:
-            TypeError: an array is not what `arguments` says.
-        """
+        """Return the arguments as `run` takes them; TypeError where an array is not what `arguments` says."""
         # Numba's convention: places for a result and for an exception come first, a status comes back
         flat = [ctypes.addressof(self._returned), ctypes.addressof(self._returned) + 8]
         for wanted, value in zip(self._arguments, given, strict=True):
@@ -109,11 +105,7 @@ class Function:
         return (ctypes.c_int64 * len(flat))(*flat)
 
     def run(self, packed: Packed) -> None:
-        """Call it.
-
-        Raises:
-            RuntimeError: the function raised, which none of ours means to.
-        """
+        """Call it; RuntimeError where the function raised, which none of ours means to."""
         if status := self._call(packed):
             raise RuntimeError(f"compiled code ended with status {status}")
 

@@ -46,6 +46,7 @@ def make_forward(plan: Plan, key: str, library: ir.Module) -> Dispatcher:
     kernels, shared = len(parts), parts.max() > 1
     outputs, stride, scores_at = plan.scores.size, plan.scores.stride, int(plan.scores.offset)
 
+    @compiled
     def begin(call: Forward, start: int, end: int, arena: np.ndarray) -> None:
         job, tile = call.job, call.order[start:end]
         if job[entry.ARE_BYTES]:
@@ -53,6 +54,7 @@ def make_forward(plan: Plan, key: str, library: ir.Module) -> Dispatcher:
         else:
             gather_floats(_floats_at(job[entry.IMAGES]), tile, arena, end - start)
 
+    @compiled
     def finish(call: Forward, start: int, end: int, arena: np.ndarray) -> None:
         if call.job[entry.PROBABILITIES]:
             softmax(call.parameters, arena, arena, end - start)
@@ -61,8 +63,7 @@ def make_forward(plan: Plan, key: str, library: ir.Module) -> Dispatcher:
             for o in range(outputs):
                 scores[(start + n) * outputs + o] = arena[scores_at + n * stride + o]
 
-    begin, finish = compiled(begin), compiled(finish)
-
+    @compiled
     def take(call: Forward) -> bool:
         """Do a part of what is to be done, if there is one left."""
         job, mine = call.job, call.arenas[call.rank]
@@ -83,8 +84,7 @@ def make_forward(plan: Plan, key: str, library: ir.Module) -> Dispatcher:
         fetch_add(job, DONE, 1)
         return True
 
-    take = compiled(take)
-
+    @compiled
     def share(call: Forward, kernel: int, parts: int) -> None:
         """Have all threads do the parts of a kernel, or so many tiles."""
         call.job[DONE] = 0
@@ -92,8 +92,6 @@ def make_forward(plan: Plan, key: str, library: ir.Module) -> Dispatcher:
         while take(call):
             pass
         wait_for(call.job, DONE, parts)
-
-    share = compiled(share)
 
     def forward(call: Forward) -> None:
         job, arena, count = call.job, call.arenas[0], call.job[entry.COUNT]

@@ -163,15 +163,13 @@ class SimdProgram(Program[LoadedSplit]):
     def train(self, handle: LoadedSplit, order: np.ndarray, rate: Rate) -> Totals:
         self.pending.drop()
         order, rates = _indices(order, handle), rate_of_steps(rate, len(order), self.batch_size)
-        totals, start = Totals(0.0, 0, 0), 0
-        while start < len(order):
+        totals = Totals(0.0, 0, 0)
+        while (start := totals.count) < len(order):
             threads, steps = self._adaptive.next()
-            part = order[start : start + steps * self.batch_size]
+            part, first = order[start : start + steps * self.batch_size], start // self.batch_size
             began = time.perf_counter()
-            first = start // self.batch_size
             totals += self._run(TRAIN, handle, part, self.batch_size, rates[first : first + steps], threads=threads)
             self._adaptive.took(threads, -(-len(part) // self.batch_size), time.perf_counter() - began)
-            start += len(part)
         return totals
 
     def gradients(self, handle: LoadedSplit, indices: np.ndarray) -> tuple[Totals, np.ndarray]:

@@ -23,15 +23,10 @@ from cnnexp.backends.simd.runtime.barrier import wait
 
 def cut(kernels: Kernels, after: Sequence[str]) -> tuple[list[Kernels], list[Kernels]]:
     """Return what lies between the kernels of those names, one list more than there are names, and those kernels."""
-    segments: list[Kernels] = [[]]
-    found: list[Kernels] = []
-    for kernel in kernels:
-        if kernel[0] in after:
-            found.append([kernel])
-            segments.append([])
-        else:
-            segments[-1].append(kernel)
-    return segments, found
+    ends = [i for i, (name, _) in enumerate(kernels) if name in after]
+    starts = [0, *(end + 1 for end in ends)]
+    segments = [kernels[start:end] for start, end in zip(starts, [*ends, len(kernels)], strict=True)]
+    return segments, [[kernels[end]] for end in ends]
 
 
 def clocking(plan: Plan, part: str) -> Callable[[np.ndarray], None]:
