@@ -241,16 +241,16 @@ class Network:
 
         `parameters`; `running`, where layers keep running averages; `seed`, where a step draws random numbers.
         """
-        state = {"parameters": self.initial_parameters(seed)}
-        if self.running:
-            state["running"] = self.initial_running()
-        if self.draws:
-            state["seed"] = np.asarray(seed, np.int64)
-        return state
+        return {"parameters": self.initial_parameters(seed), **self.initial_rest(seed)}
 
-    def initial_running(self) -> np.ndarray:
-        """Return the flat float32 running averages of a run that begins: means 0, variances 1."""
-        return np.concatenate([np.full(average.size, average.start, np.float32) for average in self.running])
+    def initial_rest(self, seed: int) -> dict[str, np.ndarray]:
+        """Return `initial_state` without the parameters; running averages (flat float32) are means 0, variances 1."""
+        rest = {}
+        if self.running:
+            rest["running"] = np.concatenate([np.full(p.size, p.start, np.float32) for p in self.running])
+        if self.draws:
+            rest["seed"] = np.asarray(seed, np.int64)
+        return rest
 
     def initial_parameters(self, seed: int) -> np.ndarray:
         """Draw the flat float32 parameters, U(-1/sqrt(fan_in), 1/sqrt(fan_in)): PyTorch's rule for these layers.
