@@ -55,7 +55,7 @@ class Jax:
     def reset(self) -> None:
         self._parameters = [jnp.array(first) for first in self._first]
         self._state = self._optimizer.init(self._parameters)
-        running = [jnp.array(p.view(self._network.initial_running())) for p in self._network.running]
+        running = [jnp.array(p.view(self._network.initial_rest(0)["running"])) for p in self._network.running]
         self._more = (jax.random.key(0), running)
         jax.block_until_ready((self._parameters, self._state, self._more))
 

@@ -58,14 +58,12 @@ def host() -> tuple[str, str, str]:
     name = os.environ.get("NUMBA_CPU_NAME")
     listed = os.environ.get("NUMBA_CPU_FEATURES", "" if str(name).lower() == "generic" else None)
     name = own if name is None else name
-    return triple, name, _host_features(name, dict(features)) if listed is None else listed
-
-
-def _host_features(name: str, features: dict[str, bool]) -> str:
-    asked = os.environ.get("NUMBA_ENABLE_AVX")
-    if not (name not in NO_AVX if asked is None else int(asked)):
-        features.update({feature: False for feature in features if feature.startswith("avx")})
-    return ",".join(f"{'+' if present else '-'}{feature}" for feature, present in sorted(features.items()))
+    if listed is None:
+        asked = os.environ.get("NUMBA_ENABLE_AVX")
+        avx = name not in NO_AVX if asked is None else int(asked)
+        present = {feature: has and bool(avx or not feature.startswith("avx")) for feature, has in features.items()}
+        listed = ",".join(f"{'+' if has else '-'}{feature}" for feature, has in sorted(present.items()))
+    return triple, name, listed
 
 
 @functools.cache

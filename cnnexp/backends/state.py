@@ -27,11 +27,8 @@ def complete(state: State, network: Network, optimizer: Optimizer) -> State:
     CheckpointError is raised where an array is not of the network's size.
     """
     zeros = np.zeros(network.parameter_count, np.float32)
-    fresh = {"parameters": zeros, "step": np.int64(0), **dict.fromkeys(optimizer.slots, zeros)}
-    if network.running:
-        fresh["running"] = network.initial_running()
-    if network.draws:
-        fresh["seed"] = np.int64(0)
+    slots = dict.fromkeys(optimizer.slots, zeros)
+    fresh = {"parameters": zeros, "step": np.int64(0), **slots, **network.initial_rest(0)}
     whole = {name: np.asarray(state.get(name, value)) for name, value in fresh.items()}
     for name, array in whole.items():
         size = () if array.ndim == 0 else (network.running_count if name == "running" else network.parameter_count,)

@@ -121,15 +121,14 @@ def _softmax_rule(outputs: int, given: Weights, smoothing: np.float32, exp: Call
 
 def _binary_rule(given: Weights, log: Callable, log1p: Callable) -> Rule:
     weights, is_weighted = given
-    log_floor, variance_floor = LOG_FLOOR, VARIANCE_FLOOR
 
     def binary_cross_entropy(scores: Any, label: Any, scale: Any, d_scores: Any) -> tuple[Any, Any]:
         p, is_one = scores[0], label == 1
         log_p, log_q, variance, target = log(p), log1p(-p), p * (ONE - p), ONE if is_one else ZERO
         # comparisons this way round let NaN through
-        log_p = log_floor if log_p < log_floor else log_p
-        log_q = log_floor if log_q < log_floor else log_q
-        variance = variance_floor if variance < variance_floor else variance
+        log_p = LOG_FLOOR if log_p < LOG_FLOOR else log_p
+        log_q = LOG_FLOOR if log_q < LOG_FLOOR else log_q
+        variance = VARIANCE_FLOOR if variance < VARIANCE_FLOOR else variance
         if is_weighted:
             scale = scale * weights[label]
         d_scores[0] = (p - target) / variance * scale

@@ -241,16 +241,16 @@ class Network:
 
         `parameters`; `running`, where layers keep running averages; `seed`, where a step draws random numbers.
         """
-        state = {"parameters": self.initial_parameters(seed)}
-        if self.running:
-            state["running"] = self.initial_running()
-        if self.draws:
-            state["seed"] = np.asarray(seed, np.int64)
-        return state
+        return {"parameters": self.initial_parameters(seed), **self.initial_rest(seed)}
 
-    def initial_running(self) -> np.ndarray:
-        """Return the flat float32 running averages of a run that begins: means 0, variances 1."""
-        return np.concatenate([np.full(average.size, average.start, np.float32) for average in self.running])
+    def initial_rest(self, seed: int) -> dict[str, np.ndarray]:
+        """Return `initial_state` without the parameters; running averages (flat float32) are means 0, variances 1."""
+        rest = {}
+        if self.running:
+            rest["running"] = np.concatenate([np.full(p.size, p.start, np.float32) for p in self.running])
+        if self.draws:
+            rest["seed"] = np.asarray(seed, np.int64)
+        return rest
 
     def initial_parameters(self, seed: int) -> np.ndarray:
         """Draw the flat float32 parameters, U(-1/sqrt(fan_in), 1/sqrt(fan_in)): PyTorch's rule for these layers.
@@ -327,9 +327,11 @@ class _Builder:
 
     def _stage(self, layer: Layer, name: str, position: str, shape: Shape) -> Stage:
         where = f"layer {position} ({name})"
+        if len(shape) != 3 and isinstance(layer, net.Conv2d | Pool | net.BatchNorm2d):
+            kind = type(layer).__name__
+            raise NetworkError(f"{where}: {kind} needs an image (height, width, channels) but gets {shape}")
         match layer:
             case net.Conv2d(filters, kernel, stride, padding, has_bias, groups, dilation):
-                _need_image(where, shape, "Conv2d")
                 _check_whole(where, filters=filters, kernel=kernel, stride=stride, groups=groups, dilation=dilation)
                 if shape[2] % groups or filters % groups:
                     raise NetworkError(
@@ -340,13 +342,11 @@ class _Builder:
                 weights = self._weights(name, (kernel, kernel, seen, filters), kernel * kernel * seen, has_bias)
                 return ConvStage(layer, name, shape, (p, q, filters), window=window, **weights)
             case net.MaxPool2d(pool, stride, padding) | net.AvgPool2d(pool, stride, padding):
-                _need_image(where, shape, type(layer).__name__)
                 step = pool if stride is None else stride
                 _check_whole(where, pool=pool, stride=step)
                 window, (u, v) = _slide_pool(where, shape, pool, step, padding)
                 return PoolStage(layer, name, shape, (u, v, shape[2]), window=window)
             case net.GlobalAvgPool():
-                _need_image(where, shape, "GlobalAvgPool")
                 height, width, channels = shape
                 side = max(height, width)  # one window over all: what lies outside the image does not count
                 window = Window(side, 1, 0, 0, side - height, side - width)
@@ -365,7 +365,6 @@ class _Builder:
                 _check_number(where, "rate", rate, 0 <= rate < 1, ">= 0 and < 1")
                 return DropoutStage(layer, name, shape, shape)
             case net.BatchNorm2d(momentum, epsilon):
-                _need_image(where, shape, "BatchNorm2d")
                 _check_number(where, "momentum", momentum, 0 < momentum <= 1, "> 0 and <= 1")
                 _check_number(where, "epsilon", epsilon, 0 < epsilon < math.inf, "> 0")
                 by_channel = shape[2:]
@@ -462,11 +461,6 @@ def _skip(where: str, shortcut: str, shape: Shape, made: Shape) -> Window | None
         raise NetworkError(f"{where}: shortcut={shortcut!r}; legal: {', '.join(legal)}")
     fits = legal[shortcut]
     raise NetworkError(f"{where}: Residual adds its input, {shape}, to what its layers make of it, {made}; {fits}")
-
-
-def _need_image(where: str, shape: Shape, kind: str) -> None:
-    if len(shape) != 3:
-        raise NetworkError(f"{where}: {kind} needs an image (height, width, channels) but gets {shape}")
 
 
 def _check_whole(where: str, **values: object) -> None:

@@ -35,15 +35,14 @@ class UnrolledOps(NumpyOps):
 
 
 def _columns(columns: np.ndarray, w: np.ndarray) -> np.ndarray:
-    """Return unrolled windows (N,P,Q,K,K,C) as matrices of each group's channels (G,N*P*Q,K*K*C/G)."""
-    parts = columns.reshape(math.prod(columns.shape[:3]), w.shape[0] ** 2, -1, w.shape[2]).transpose(2, 0, 1, 3)
+    """Return unrolled windows (N,P,Q,K*K,C) as matrices of each group's channels (G,N*P*Q,K*K*C/G)."""
+    parts = columns.reshape(math.prod(columns.shape[:3]), columns.shape[3], -1, w.shape[2]).transpose(2, 0, 1, 3)
     return parts.reshape(*parts.shape[:2], -1)
 
 
 def unroll(x: np.ndarray, window: Window, out: tuple[int, ...]) -> np.ndarray:
-    """Return the windows of x (N,H,W,C) side by side, (N,P,Q,K,K,C): im2col."""
-    columns = np.stack(list(patches(pad(x, window), window, out)), axis=3)
-    return columns.reshape(len(x), *out, window.size, window.size, x.shape[3])
+    """Return the windows of x (N,H,W,C) side by side, (N,P,Q,K*K,C): im2col."""
+    return np.stack(list(patches(pad(x, window), window, out)), axis=3)
 
 
 class Unrolled(Numpy):
