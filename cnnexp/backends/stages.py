@@ -190,11 +190,12 @@ def forward_stage(ops: Ops[Array], stage: Stage, run: Run[Array], x: Array, y: A
         case net.DropoutStage():
             ops.dropout(x, run.images, run.key(stage), stage.layer.rate, y)
         case net.NormStage():
+            weight, bias = stage.weight.view(run.parameters), stage.bias.view(run.parameters)
             mean, variance = (average.view(run.running) for average in stage.running)
             if run.trains:
-                ops.batch_norm(stage.layer, x, *_views(stage, run.parameters), mean, variance, y, saved)
+                ops.batch_norm(stage.layer, x, weight, bias, mean, variance, y, saved)
             else:
-                ops.batch_norm_predict(stage.layer, x, *_views(stage, run.parameters), mean, variance, y)
+                ops.batch_norm_predict(stage.layer, x, weight, bias, mean, variance, y)
         case net.StructuralStage():
             ops.copy(_fitting(stage, "forward", stage.layer.forward(ops.to_host(x)), y.shape), y)
         case net.FlattenStage() | net.ResidualStage():
@@ -207,28 +208,31 @@ def backward_stage(
     ops: Ops[Array], stage: Stage, run: Run[Array], x: Array, y: Array, dy: Array, saved: Any, dx: Array | None
 ) -> None:
     """Run one layer backwards, filling dx and its part of the flat gradient; arrays as in `forward_stage`."""
-    assert dx is not None or stage.parameters  # None for the first layer that trains; those before it are not run
-    to: Any = dx
     match stage:
         case net.ConvStage():
             w = stage.weight.view(run.parameters)
             ops.conv2d_backward(x, w, dy, stage.window, dx, *_views(stage, run.gradient))
+            return
         case net.LinearStage():
             ops.linear_backward(x, stage.weight.view(run.parameters), dy, dx, *_views(stage, run.gradient))
+            return
         case net.NormStage():
-            w = stage.weight.view(run.parameters)
-            ops.batch_norm_backward(x, w, dy, saved, dx, *_views(stage, run.gradient))
+            dw, db = stage.weight.view(run.gradient), stage.bias.view(run.gradient)
+            ops.batch_norm_backward(x, stage.weight.view(run.parameters), dy, saved, dx, dw, db)
+            return
+    assert dx is not None  # as for every layer but the first that trains; those before it are not run
+    match stage:
         case net.ElementwiseStage():
-            ops.elementwise_backward(stage.layer, x, y, dy, to)
+            ops.elementwise_backward(stage.layer, x, y, dy, dx)
         case net.PoolStage(layer=net.MaxPool2d()):
-            ops.max_pool_backward(saved, dy, stage.window, to)
+            ops.max_pool_backward(saved, dy, stage.window, dx)
         case net.PoolStage():
-            ops.avg_pool_backward(_pixels(dy), stage.window, to)
+            ops.avg_pool_backward(_pixels(dy), stage.window, dx)
         case net.DropoutStage():
-            ops.dropout(dy, run.images, run.key(stage), stage.layer.rate, to)
+            ops.dropout(dy, run.images, run.key(stage), stage.layer.rate, dx)
         case net.StructuralStage():
             found = stage.layer.backward(*(ops.to_host(array) for array in (x, y, dy)))
-            ops.copy(_fitting(stage, "backward", found, to.shape), to)
+            ops.copy(_fitting(stage, "backward", found, dx.shape), dx)
         case net.FlattenStage() | net.ResidualStage():
             raise TypeError(f"{stage.name}: is made of views and other layers; `Chain` runs it")
         case _:
@@ -247,6 +251,6 @@ def _pixels(y: Array) -> Array:
     return y if len(y.shape) == 4 else y.reshape((y.shape[0], 1, 1, y.shape[1]))
 
 
-def _views(stage: net.ConvStage | net.LinearStage | net.NormStage, flat: Array) -> tuple[Any, Any]:
+def _views(stage: net.ConvStage | net.LinearStage, flat: Array) -> tuple[Array, Array | None]:
     """Return the weight's and the bias's part of a flat buffer, None for a bias that the layer lacks."""
     return stage.weight.view(flat), None if stage.bias is None else stage.bias.view(flat)
