@@ -138,6 +138,9 @@ class GELU(Elementwise):
         return derivative
 
 
+KINDS = (ReLU, LeakyReLU, Sigmoid, Tanh, GELU)
+
+
 def fingerprint(layer: Elementwise) -> str:
     """Return what changes with a layer's rules and numbers, for caches that look at files or names alone."""
     unbound = Maths(*[cast(Callable, None)] * len(Maths._fields))

@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from cnnexp.network.elementwise import GELU, Elementwise, LeakyReLU, ReLU, Sigmoid, Tanh
+from cnnexp.network.elementwise import KINDS as ELEMENTWISE
+from cnnexp.network.elementwise import Elementwise
 from cnnexp.system.registry import Registry
 
 Shape = tuple[int, ...]
@@ -158,7 +159,7 @@ Layer = Conv2d | Elementwise | Pool | Flatten | Linear | Dropout | BatchNorm2d |
 """What stands in a network."""
 
 _KINDS: tuple[type[Layer], ...] = (
-    *(Conv2d, ReLU, LeakyReLU, Sigmoid, Tanh, GELU),
+    *(Conv2d, *ELEMENTWISE),
     *(MaxPool2d, AvgPool2d, GlobalAvgPool, Flatten, Linear, Dropout, BatchNorm2d, Residual),
 )
 LAYERS: Registry[Layer] = Registry("layer", {cls.__name__: cls for cls in _KINDS})
