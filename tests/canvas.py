@@ -20,6 +20,6 @@ def cut_off(figure):
 
 
 def _is_in_view(axis, place):
-    low, high = sorted(axis.get_view_interval())
+    low, high, place = axis.get_transform().transform([*sorted(axis.get_view_interval()), place])
     room = 1e-9 * (high - low)
     return low - room <= place <= high + room

@@ -78,6 +78,8 @@ def _array(tensor: Any, source: str, folder: Path) -> np.ndarray:
             file.seek(int(where.get("offset", 0)))
             tensor.raw_data = read_up_to(file, int(where.get("length", MOST_BYTES)))
         tensor.data_location = TensorProto.DEFAULT
+    if min(tensor.dims, default=0) < 0:  # NumPy would work out how long it is
+        raise DataError(f"{source}: {tensor.name} has the shape {[*tensor.dims]}; no length may be below 0")
     array = numpy_helper.to_array(tensor)
     floats = (TensorProto.FLOAT16, TensorProto.BFLOAT16, TensorProto.FLOAT, TensorProto.DOUBLE)
     return array.astype(np.float32) if tensor.data_type in floats else array

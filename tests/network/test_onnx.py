@@ -135,7 +135,7 @@ def test_what_pytorch_wrote_agrees_with_onnxruntime(tmp_path, name, opset):
 
 
 def test_a_module_in_training_keeps_its_normalizations(tmp_path):
-    import torch
+    torch = pytest.importorskip("torch", reason="no PyTorch is installed")
 
     module, shape = torch_modules()["vgg"]
     written_by_torch(tmp_path / "net.onnx", module, shape, training=torch.onnx.TrainingMode.TRAINING)
