@@ -32,7 +32,6 @@ from cnnexp.backends.gpu.fused import nodes
 from cnnexp.backends.gpu.kernels import direct
 from cnnexp.backends.gpu.kernels.index import ConvSizes
 from cnnexp.backends.gpu.launch import Kernel
-from cnnexp.backends.gpu.naive import NaiveOps
 from cnnexp.network import ConvStage, LinearStage
 from cnnexp.optimizers import SGD, Adam, AdaMax, AdamW, RMSprop
 from cnnexp.testing import LOSSES
@@ -100,14 +99,10 @@ def launched(monkeypatch) -> dict[Kernel, list]:
     monkeypatch.setattr(device, "on", lambda gpu: contextlib.nullcontext())
     monkeypatch.setattr(device, "free_memory", lambda: (math.inf, math.inf))
     monkeypatch.setattr(device, "synchronize", lambda: None)
-    for name, stand_in in {
-        "empty": lambda shape, dtype: Tensor(np.zeros(max(math.prod(shape), 1), dtype), shape),
-        "to_device": lambda array: Tensor(array.flatten(), array.shape),
-        "to_host": lambda array: array.flat[: array.size].reshape(array.shape),
-        "copy": lambda source, target: None,
-    }.items():
-        monkeypatch.setattr(device, name, stand_in)
-        monkeypatch.setattr(NaiveOps, name, staticmethod(stand_in))
+    monkeypatch.setattr(device, "empty", lambda shape, dtype: Tensor(np.zeros(max(math.prod(shape), 1), dtype), shape))
+    monkeypatch.setattr(device, "to_device", lambda array: Tensor(array.flatten(), array.shape))
+    monkeypatch.setattr(device, "to_host", lambda tensor: tensor.flat[: tensor.size].reshape(tensor.shape))
+    monkeypatch.setattr(device, "copy", lambda source, target: None)
     monkeypatch.setattr(GpuProgram, "_captured", lambda self: None)
     # a device function asks for the GPU at hand when it is compiled
     monkeypatch.setattr("numba.cuda.dispatcher.get_current_device", lambda: SimpleNamespace(compute_capability=(7, 5)))

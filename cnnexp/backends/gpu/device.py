@@ -189,9 +189,9 @@ def to_device(array: np.ndarray) -> Tensor:
     return Tensor(cuda.to_device(np.ascontiguousarray(array).reshape(-1)), array.shape)
 
 
-def to_host(array: Tensor) -> np.ndarray:
+def to_host(tensor: Tensor) -> np.ndarray:
     """Copy a device array to a NumPy array, once all work on it is done."""
-    return array.flat.copy_to_host()[: array.size].reshape(array.shape)
+    return tensor.flat.copy_to_host()[: tensor.size].reshape(tensor.shape)
 
 
 def copy(source: np.ndarray, target: Tensor) -> None:

@@ -35,14 +35,23 @@ class SavedNorm:
 class NaiveOps:
     """`Ops` (see `protocol`) on device arrays, nothing of a convolution staged in shared memory."""
 
-    empty, to_device = staticmethod(device.empty), staticmethod(device.to_device)
-    to_host, copy = staticmethod(device.to_host), staticmethod(device.copy)
-
     def __init__(self, gpu: Gpu, block: int) -> None:
         self.stream: Any = 0
         self._block, self._multiprocessors = block, gpu.multiprocessors
         self._scratch = [device.empty((1,), np.float32)]  # the last; a captured graph may use an earlier one
         self._nothing = device.empty((1,), np.float32)  # stands for an absent bias or slot
+
+    def empty(self, shape: tuple[int, ...], dtype: Any) -> Tensor:
+        return device.empty(shape, dtype)
+
+    def to_device(self, array: np.ndarray) -> Tensor:
+        return device.to_device(array)
+
+    def to_host(self, array: Tensor) -> np.ndarray:
+        return device.to_host(array)
+
+    def copy(self, source: np.ndarray, target: Tensor) -> None:
+        device.copy(source, target)
 
     def saved(self, stage: Stage, batch_size: int) -> Any:
         """Allocate the place of each window's maximum, int32 (N,U,V,C); what a BatchNorm2d keeps."""
