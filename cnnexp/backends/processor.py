@@ -44,11 +44,8 @@ def need_compiler() -> None:
 
 
 @dataclass(frozen=True)
-class SequentialBackend(Backend):
-    """A backend on one thread of the CPU: unless it has a `compile` of its own, its programs run `ops` layer by layer.
-
-    It is a dataclass, and so is what inherits from it: who adds no field has nothing to declare.
-    """
+class HostBackend(Backend):
+    """A backend on the CPU: unless it has a `compile` of its own, its programs run `ops` layer by layer."""
 
     ops: ClassVar[type[Any]]  # the class of its operations
 
@@ -60,9 +57,13 @@ class SequentialBackend(Backend):
         return LayerwiseProgram(self.ops(), network, loss, optimizer, batch_size, scope=self.scope)
 
 
+class SequentialBackend(HostBackend):
+    """One on one thread."""
+
+
 @dataclass(frozen=True)
-class ThreadedBackend(SequentialBackend):
-    """The same on several threads of the CPU."""
+class ThreadedBackend(HostBackend):
+    """One on several threads."""
 
     threads: int | None = None  # type: ignore[assignment]  # 1 to the usable cores: all of them if None is given
 
