@@ -198,7 +198,7 @@ def _make_update(plan: Plan, optimizer: Optimizer, compiled: Callable, library: 
                 known[2 + other] = batch * (other + 1) // shares - batch * other // shares
             owned_updates(call.parameters, call.slots[0], call.slots[1], numbers, call.arenas, known, 0)
 
-    return compiled(update_share)
+    return compiled(update_share, inline="always")  # see `_make_batch`
 
 
 def machine_code(plan: Plan, loss: Loss, optimizer: Optimizer, key: str) -> MachineCode:
