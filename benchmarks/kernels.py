@@ -27,6 +27,7 @@ from cnnexp.backends.simd.planner import allowed, split
 from cnnexp.backends.simd.runtime.limit import fma_loop
 from cnnexp.backends.simd.runtime.program import make_plan
 from cnnexp.errors import ConfigError
+from cnnexp.network import Network
 
 SAMPLES = 20
 """Of each kernel; the fastest counts, since only other work makes one slower."""
@@ -83,7 +84,7 @@ def _show_kernels(case: Case, share: int, per_s: float) -> None:
     print(
         f"{'kernel':<28}{'algorithm':<17}{'us/image':>9}{'cycles':>9}{'expected':>9}{'ratio':>6}{'of limit':>9}  tile"
     )
-    _print_kernels(plan, time_kernels(plan), per_s, "")
+    _print_kernels(plan, time_kernels(plan, case.network), per_s, "")
 
 
 def _print_kernels(plan: Plan, measured: dict[str, float], per_s: float, only: str) -> None:
@@ -109,17 +110,17 @@ def _show_algorithms(case: Case, share: int, per_s: float) -> None:
                 plan = make_plan(case.network, dataclasses.replace(target, forced=((name, algorithm),)), share)
             except ConfigError:  # the layers around it do not allow it
                 continue
-            measured = time_kernels(plan)
+            measured = time_kernels(plan, case.network)
             cycles, expected = sum(measured.values()) * cycles_per_s, sum(row.cycles for row in plan.explain(1))
             print(f"{name} by {algorithm}: the network takes {cycles:,.0f} cycles, {expected:,} expected")
             _print_kernels(plan, measured, per_s, name)
 
 
-def time_kernels(plan: Plan) -> dict[str, float]:
+def time_kernels(plan: Plan, network: Network) -> dict[str, float]:
     """Return the seconds that each kernel of a forward and backward pass takes for an image of a tile."""
     rng = np.random.default_rng(0)
     parameters, gradients = aligned_zeros((2, plan.parameters.size))
-    plan.parameters.pack(rng.normal(0, 0.05, plan.network.parameter_count), parameters)
+    plan.parameters.pack(rng.normal(0, 0.05, network.parameter_count), parameters)
     arena, count = plan.arena.make(1)[0], plan.share
     scores = plan.d_scores
     found = {}
@@ -129,7 +130,7 @@ def time_kernels(plan: Plan) -> dict[str, float]:
             rows[:, : scores.size] = rng.normal(0, 0.01, (count, scores.size))
             continue
         if kernel is plan.forward[0]:
-            images = rng.random((count, int(np.prod(plan.network.input_shape))), np.float32)
+            images = rng.random((count, int(np.prod(network.input_shape))), np.float32)
             _repeated(plan, plan.gather["float32"][0])(images.ravel(), np.arange(count), arena, count, 1)
         run = _repeated(plan, kernel)
         run(parameters, gradients, arena, count, 1)

@@ -3,6 +3,7 @@ import functools
 import json
 import math
 import platform
+import re
 import sys
 from importlib.util import find_spec
 from types import SimpleNamespace
@@ -13,7 +14,7 @@ from commands import ROOT, often, python
 from tables import each
 
 from benchmarks import __main__ as program
-from benchmarks import cases, contestants, oracle, ours, report, run_overhead, runner, worker
+from benchmarks import cases, contestants, kernels, oracle, ours, report, run_overhead, runner, worker
 from cnnexp import SGD, Conv2d, Flatten, Linear, MaxPool2d, Network, ReLU, Residual
 
 TINY = cases.select(["tiny"])[0]
@@ -229,6 +230,13 @@ def test_the_oracle_sees_where_rounding_decides(monkeypatch):
 def test_a_worker_that_dies_or_hangs_is_reported(tmp_path, contestant, limit_s, says):
     with worker_of(tmp_path) as ask, pytest.raises(runner.WorkerFailed, match=says):
         ask(contestant, limit_s=limit_s)
+
+
+def test_kernels_stand_beside_what_the_planner_expects(capsys):
+    kernels.main(["--cases", "tiny", "--algorithms"])
+    text = capsys.readouterr().out
+    for row in "conv1.forward  +channels ", "conv1.backward_weights  +lanes ", "conv1 by lanes: the network takes":
+        assert re.search(rf"^{row}", text, re.MULTILINE), text
 
 
 def test_the_program_from_one_end_to_the_other(tmp_path):
