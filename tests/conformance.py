@@ -27,6 +27,7 @@ TOLERANCE = 1e-5  # relative, of outputs and of every parameter's gradient
 SEED = 7  # of what Dropout draws
 INEXACT = ("sigmoid", "tanh", "gelu", "leakyrelu", "avgpool2d", "globalavgpool", "dropout", "batchnorm2d")
 CLEAR = 1e-4  # a decision between numbers closer than this, relative to the layer's largest, is blurred
+BARELY_CLEAR = 4e-6  # likewise of few layers: four times what their roundings come to
 
 
 @dataclass
@@ -110,7 +111,7 @@ def _describe(stages: Iterable[Stage], flat: dict[str, np.ndarray], batch: np.nd
     return layers
 
 
-def decisions_are_clear(case: Case) -> bool:
+def decisions_are_clear(case: Case, apart: float = CLEAR) -> bool:
     """Tell whether float32 must decide as float64 does at every ReLU, every maximum and every hit.
 
     Exact zeros and ties count as clear: in random cases they come from equal terms. In cases of whole numbers they also
@@ -120,28 +121,30 @@ def decisions_are_clear(case: Case) -> bool:
     passes = [(case.layers(), case.float_images)]
     if case.network.running or case.network.draws:
         passes += [(case.layers(batch), case.float_images[batch]) for batch in case.batches]
-    return all(_clear([*layers, last], x, case.exact)[0] for layers, x in passes)
+    return all(_clear([*layers, last], x, case.exact, apart)[0] for layers, x in passes)
 
 
 @functools.cache
-def clear_case(network: Network, loss=Loss.SOFTMAX_CROSS_ENTROPY, images=5, exact=False, whole_after=1000) -> Case:
+def clear_case(
+    network: Network, loss=Loss.SOFTMAX_CROSS_ENTROPY, images=5, exact=False, whole_after=1000, apart=CLEAR
+) -> Case:
     """Return the first drawn case whose decisions are clear; after so many draws they are of whole numbers."""
     draws = (make_case(network, loss, images, seed, exact or seed >= whole_after) for seed in range(1100))
-    return next(draw for draw in draws if decisions_are_clear(draw))
+    return next(draw for draw in draws if decisions_are_clear(draw, apart))
 
 
-def _clear(layers: list[dict], x: np.ndarray, exact: bool) -> tuple[bool, bool]:
+def _clear(layers: list[dict], x: np.ndarray, exact: bool, apart: float) -> tuple[bool, bool]:
     """Return whether the decisions on the way of x through layers are clear, and whether sums still are exact."""
     whole = exact
     for layer in layers:
         if layer["kind"] == "batchnorm2d" and "running" not in layer and not _spread(x):
             return False, exact
         if layer["kind"] == "residual":
-            clear, exact = _clear(layer["layers"], x, exact)
+            clear, exact = _clear(layer["layers"], x, exact, apart)
             if not clear:
                 return False, exact
         gaps = _gaps(layer, x)
-        blurred = gaps < CLEAR * np.abs(x).max(initial=0)
+        blurred = gaps < apart * np.abs(x).max(initial=0)
         if not exact and np.any(blurred if whole else blurred & (gaps != 0)):
             return False, exact
         # fractions, or sums of more than the 24 bits of a float32

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 FORWARD, BACKWARD = "forward", "backward"
 FOLLOWED = "only each window's maximum is followed, its place being kept"
-TRANSFORMED = "Winograd's transformation needs 16 where a 3 x 3 convolution has 36"
+TRANSFORMED = "Winograd's transformation needs 36 where a 3 x 3 convolution has 144"
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ LINE_BYTES = 64
 CALL_CYCLES = 30
 """Cycles to begin and end a tile: addresses, the first sums' latency, loops whose number of turns is a surprise."""
 
-RELU_DENSITY = 0.75
+RELU_DENSITY = 0.6
 """Part of a pooled ReLU's outputs that are not zero: in between a network's first step and its last."""
 
 
@@ -140,7 +140,7 @@ def events(
     vectors = runs * -(-run // target.lanes)
     listed = listing(cells, window, outputs, target)
     late = 2 * bring(target.lanes, held, target) if held > target.l1_bytes else 0.0
-    following = RELU_DENSITY * cells * outputs * ((1.5 + ROW_STALL_FRACTION * late) * vectors + 4.5 * visits)
+    following = RELU_DENSITY * cells * outputs * ((1.2 + ROW_STALL_FRACTION * late) * vectors + 4.5 * visits)
     return Work(2.0 * cells * outputs * runs * run, listed + following, f"{-(-vectors // visits)} vectors of a filter")
 
 

@@ -1,44 +1,59 @@
-"""`winograd`: a 3 x 3 convolution, channels in the lanes, by Winograd's F(2x2, 3x3): 16 products in place of 36.
+"""`winograd`: a 3 x 3 convolution, channels in the lanes, by Winograd's F(4x4, 3x3): 36 products in place of 144.
 
-Four outputs of a channel, a *tile* of 2 x 2, see 4 x 4 pixels. With both transformed, patch and weights, each of 16
-places needs one product a channel and no place needs another, so a convolution is 16 matrix products, of tiles x
+16 outputs of a channel, a *tile* of 4 x 4, see 6 x 6 pixels. With both transformed, patch and weights, each of 36
+places needs one product a channel and no place needs another, so a convolution is 36 matrix products, of tiles x
 channels with channels x filters, between a transformation of the patches and one back (Lavin and Gray 2016, "Fast
 Algorithms for Convolutional Neural Networks"). All go by blocks of tiles that stay in L2.
 
 The gradient of the weights is the transformation turned round: a sum over tiles of x times d, both transformed, for
 each place, and back once.
 
-An image of an odd number of rows or columns has its last tile lie over the one before: what both compute is stored
-twice, and counts once in a gradient.
+An image whose rows or columns are no multiple of four has its last tile lie over the one before: what both compute is
+stored twice, and counts once in a gradient.
 
-Gain: many channels. All kernels of `strided` take 1.92 million cycles an image for 2.45 by `channels`; see
-docs/benchmarks.md.
+Gain: many channels. With the second convolution by it rather than by `channels`, all kernels of `vgg` take 3.6
+million cycles an image for 6.3; see docs/benchmarks.md.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from fractions import Fraction
 
+import numpy as np
 from llvmlite import ir
 
 from cnnexp.backends.parts import BACKWARD, FORWARD, TRANSFORMED
 from cnnexp.backends.simd.algorithms.convolution.channels import Channels, Sum, panel_width
 from cnnexp.backends.simd.algorithms.cost import Work, bring, passes, product_gradient, product_sums
-from cnnexp.backends.simd.algorithms.linear.product import Steps, add_products
+from cnnexp.backends.simd.algorithms.linear.product import Steps, add_products, most_height
 from cnnexp.backends.simd.compiler.emit import INDEX, LINE_FLOATS, Emitter, Kernels, Pointer, Target, chunks
 from cnnexp.backends.simd.layouts import NHWC, Arena, Layout, odd_lines, round_up
 
-PLACES = 16
+SIDE = 4
+"""Of a tile of outputs."""
+
+PLACES = (SIDE + 2) ** 2
 """Of a transformed tile."""
+
+POINTS = (0.0, 0.75, -0.75, 1.5, -1.5)
+"""Where polynomials are evaluated, besides at infinity. These are short binary fractions, and rounding errors two to
+three times those of a direct convolution; the usual ones, with 1 and 2, give ten times."""
+
+OUTPUTS = [[x**i for i in range(SIDE)] for x in POINTS] + [[0.0] * (SIDE - 1) + [1.0]]
+WEIGHTS = [[x**i / math.prod(x - y for y in POINTS if y != x) for i in range(3)] for x in POINTS] + [[0.0, 0.0, 1.0]]
+INPUTS = [[*np.poly([y for y in POINTS if y != x])[::-1], 0.0] for x in POINTS] + [[*np.poly(POINTS)[::-1]]]
+"""A, G and B transposed (Lavin and Gray, section 4), by the construction of Cook and Toom."""
 
 CACHED_PART = 4
 """One over the part of L2 that a block's tiles take, transformed and multiplied."""
 
 Vectors = Sequence[ir.Value]
+Matrix = Sequence[Sequence[float]]
 
 
 class Winograd(Channels):
@@ -49,7 +64,7 @@ class Winograd(Channels):
     def fits(self, target: Target) -> bool:
         layer, sides = self.stage.layer, (*self.stage.input_shape[:2], *self.stage.output_shape[:2])
         tiled = not self.pool or self.pool.window.size == self.pool.window.stride == 2
-        return super().fits(target) and layer.kernel == 3 and layer.stride == 1 and tiled and min(sides) > 1
+        return super().fits(target) and layer.kernel == 3 and layer.stride == 1 and tiled and min(sides) >= SIDE
 
     def work(self, target: Target, images: int, needs_dx: bool) -> dict[str, Work]:
         (height, width, channels), filters = self.stage.input_shape, self.stage.layer.filters
@@ -103,8 +118,8 @@ class Tiling:
 
     Attributes:
         counts: rows and columns of tiles. channels, filters: C, F.
-        rows: of tiles in a block. images: in a block of the weights' gradient, whose sums go to memory and back once a
-            block; one where a block is part of an image.
+        rows: of tiles in a block. images: in a block, which brings the weights, or their sums, once; one where a block
+            is part of an image.
         block: tiles of an image in a block. blocks: of an image; the last one may be smaller.
 
     Args:
@@ -114,7 +129,8 @@ class Tiling:
     def __init__(
         self, counts: tuple[int, int], pooled: bool, channels: int, filters: int, target: Target, parts: int = 1
     ) -> None:
-        self.counts = counts if pooled else (-(-counts[0] // 2), -(-counts[1] // 2))
+        cells = SIDE // 2 if pooled else SIDE
+        self.counts = -(-counts[0] // cells), -(-counts[1] // cells)
         self.channels, self.filters, self.target = channels, filters, target
         row = 4 * PLACES * self.counts[1] * (channels + filters)
         held = target.l2_bytes // CACHED_PART
@@ -124,7 +140,8 @@ class Tiling:
 
     def _moves(self, images: int) -> float:
         """Return the cycles of transforming a block of so many images' tiles, and of transforming back."""
-        floats = PLACES * images * self.block * (self.channels + self.filters)
+        rows = round_up(self.channels, self.target.lanes) + round_up(self.filters, self.target.lanes)
+        floats = PLACES * images * self.block * rows
         return passes(floats, 2, self.target, streams=1).cycles
 
     def _weight_moves(self, images: int) -> float:
@@ -133,12 +150,13 @@ class Tiling:
 
     def sums(self, images: int) -> Work:
         """Return the work of outputs from inputs."""
-        product = product_sums((1, self.block), 1, self.filters, self.channels, self.target, 1)
-        weights = PLACES * self.channels * self.filters
+        together = min(images, self.images)
+        product = product_sums((1, together * self.block), 1, self.filters, self.channels, self.target, 1)
+        weights, blocks = PLACES * self.channels * self.filters, self.blocks / together
         brought = bring(weights, 4 * weights, self.target)  # by every block
-        cycles = self.blocks * (max(PLACES * product.cycles, brought) + self._moves(1))
+        cycles = blocks * (max(PLACES * product.cycles, brought) + self._moves(together))
         cycles += 0 if self.target.forward_only else self._weight_moves(images)
-        macs, tile = PLACES * self.blocks * product.macs, f"{product.tile} for each of {PLACES} places"
+        macs, tile = PLACES * blocks * product.macs, f"{product.tile} for each of {PLACES} places"
         return Work(macs, cycles, tile)
 
     def gradient(self, width: int, images: int) -> Work:
@@ -147,7 +165,7 @@ class Tiling:
         terms, sums = together * self.block, PLACES * self.channels * self.filters
         held = 4 * terms * (self.channels + self.filters)
         product = product_gradient(self.channels, PLACES, self.filters, width, (1, terms), held, self.target)
-        block = product.cycles + self._moves(together) + bring(2 * sums, 4 * sums, self.target)
+        block = max(product.cycles, bring(2 * sums, 4 * sums, self.target)) + self._moves(together)
         blocks = self.blocks / together
         cycles = blocks * block + self._weight_moves(images)
         return Work(blocks * product.macs, cycles, f"{product.tile} for each of {PLACES} places")
@@ -163,7 +181,8 @@ class WinogradPass:
         after: floats of that room that hold the weights themselves, turned.
 
     Attributes:
-        tiling: how it goes over an image. panels: of the weights of one place (C, F). kept: where they have their room.
+        tiling: how it goes over an image. cell: pixels from window to window. sides: (U, V) in pixels.
+        panels: of the weights of one place (C, F). kept: where they have their room.
         inputs, outputs: so many floats into the room lie the block's tiles, [place][tile][channel] and
             [place][tile][filter].
         strides: floats from place to place of weights, inputs and outputs.
@@ -174,7 +193,9 @@ class WinogradPass:
         channels, filters = conv.x.shape[2], conv.panels.outputs
         self.conv, self.arena, self.panels = conv, arena, replace(conv.panels, rows=channels)
         self.tiling = Tiling(conv.counts, conv.windows is not None, channels, filters, target, conv.parts)
-        tiles = self.tiling.images * self.tiling.block
+        self.cell = 2 if conv.windows else 1
+        self.sides = conv.counts[0] * self.cell, conv.counts[1] * self.cell
+        tiles = self.tiling.images * self.tiling.block + target.registers  # the last sums are of as many rows as all
         weights = odd_lines(self.panels.size)
         self.input_row, self.output_row = (round_up(row, target.lanes) for row in (channels, filters))
         inputs, outputs = odd_lines(tiles * self.input_row), odd_lines(tiles * self.output_row)
@@ -201,42 +222,42 @@ class WinogradPass:
         """Fill conv.y (and the argmax)."""
         if not self.kept:
             self.transform_weights(k, weights)
-        with k.loop(k.count) as n:
+        # some images, of them some rows of tiles
+        for first, last in k.blocks(self.tiling.images):
             for start, block in k.chunks(self.tiling.counts[0], self.tiling.rows, self.conv.parts):
-                self._transform_inputs(k, n, start, block, INDEX(0))
-                self._multiply(k, block)
-                self._transform_back(k, n, start, block, bias)
+                with k.loop(last, start=first) as n:
+                    self._transform_inputs(k, n, start, block, self._tiles(k, first, n, block))
+                self._multiply(k, self._tiles(k, first, last, block), block)
+                with k.loop(last, start=first) as n:
+                    self._transform_back(k, n, start, block, self._tiles(k, first, n, block), bias)
+
+    def _tiles(self, k: Emitter, first: ir.Value, n: ir.Value, rows: int) -> ir.Value:
+        """Return the number of the image's first tile, where a block of so many rows begins with the image `first`."""
+        return k.builder.mul(k.builder.sub(n, first), INDEX(rows * self.tiling.counts[1]))
 
     def transform_weights(self, k: Emitter, weights: Pointer) -> None:
         """Fill the transformed weights."""
-        channels, half = self.panels.rows, k.constant(0.5)
-
-        def rule(taps: Vectors) -> Vectors:
-            ends, middle = k.multiply(half, k.add(taps[0], taps[2])), k.multiply(half, taps[1])
-            return taps[0], k.add(ends, middle), k.subtract(ends, middle), taps[2]
-
+        channels = self.panels.rows
         for panel in self.conv.panels.each(k):
             unit = panel.unit
             target = replace(panel, panels=self.panels).at(self.weights(k))
             with k.loop(channels) as c:
                 for v in range(panel.width):
                     corner = panel.at(weights).at(c, unit) + v * k.lanes
-                    taps = [[k.load(corner + (i * 3 + j) * channels * unit) for j in range(3)] for i in range(3)]
-                    _store_square(k, _both_ways(rule, taps), target.at(c, unit) + v * k.lanes, self.strides[0])
+                    taps = _load_square(k, corner, channels * unit, 3)
+                    _store_square(
+                        k, _both_ways(k, _expand, WEIGHTS, taps), target.at(c, unit) + v * k.lanes, self.strides[0]
+                    )
 
     def _transform_inputs(self, k: Emitter, n: ir.Value, start: ir.Value, rows: int, tile: ir.Value) -> None:
         """Transform the patches of some rows of tiles, which take their places from `tile` on."""
         x, (_, columns), first = self.conv.x, self.tiling.counts, self.conv.corner(k, n)
-
-        def rule(d: Vectors) -> Vectors:
-            return k.subtract(d[0], d[2]), k.add(d[1], d[2]), k.subtract(d[2], d[1]), k.subtract(d[1], d[3])
-
         with k.loop(rows) as a, k.loop(columns) as v, k.loop(self.input_row // k.lanes) as c:
             top, left = self._corner(k, k.builder.add(start, a), v)
             corner = first.at(top, x.row).at(left, x.column).at(c, k.lanes)
-            patch = [[k.load(corner + (i * x.row + j * x.column)) for j in range(4)] for i in range(4)]
+            patch = [[k.load(corner + (i * x.row + j * x.column)) for j in range(SIDE + 2)] for i in range(SIDE + 2)]
             place = self._tile(self.room(k) + self.inputs, self.input_row, tile, a, v).at(c, k.lanes)
-            _store_square(k, _both_ways(rule, patch), place, self.strides[1])
+            _store_square(k, _both_ways(k, _expand, INPUTS, patch), place, self.strides[1])
 
     def _tile(self, first: Pointer, row: int, tile: ir.Value, a: ir.Value, v: ir.Value) -> Pointer:
         """Return where the tile (a, v) lies, `row` floats each, when (0, 0) is the tile with the number `tile`."""
@@ -245,60 +266,55 @@ class WinogradPass:
     def _corner(self, k: Emitter, u: ir.Value, v: ir.Value) -> tuple[ir.Value, ir.Value]:
         """Return the row and column of a tile's first output."""
         corner = []
-        for at, count in zip((u, v), self.conv.counts, strict=True):
-            first = k.builder.mul(at, INDEX(2))
-            if count % 2 and not self.conv.windows:
-                first = k.least(first, INDEX(count - 2))
-            corner.append(first)
+        for at, side in zip((u, v), self.sides, strict=True):
+            first = k.builder.mul(at, INDEX(SIDE))
+            corner.append(k.least(first, INDEX(side - SIDE)) if side % SIDE else first)
         return corner[0], corner[1]
 
-    def _multiply(self, k: Emitter, rows: int) -> None:
-        """Fill the products of some rows of tiles."""
+    def _multiply(self, k: Emitter, tiles: ir.Value, rows: int) -> None:
+        """Fill the products of a block's tiles, `rows` rows an image, and of what fills up the last registers."""
+        most = self.tiling.images * rows * self.tiling.counts[1]
         panels, row, output_row = self.panels, self.input_row, self.output_row
         # one product a place: tiles x channels times channels x filters
         with k.loop(PLACES) as place:
             weights, inputs, products = self.at(k, place)
             for panel in panels.each(k):
                 steps = Steps(1, panels.rows, (0, 1), (0, panel.unit))
-                for tile, height in panel.chunks(k, rows * self.tiling.counts[1]):
+                height = chunks(most, most_height(panel.width, k.target.registers))[0][1]
+                with k.loop(k.builder.udiv(k.builder.add(tiles, INDEX(height - 1)), INDEX(height))) as i:
+                    tile = k.builder.mul(i, INDEX(height))
                     totals, places = [k.variables(panel.width) for _ in range(height)], [m * row for m in range(height)]
                     add_products(k, totals, inputs.at(tile, row), places, panel.at(weights), steps)
                     # all lanes: what rounds up the filters is 0
                     target = panel.outputs(products.at(tile, output_row))
                     k.store_all(totals, k.grid(target, height, output_row, panel.width))
 
-    def _transform_back(self, k: Emitter, n: ir.Value, start: ir.Value, rows: int, bias: Pointer | None) -> None:
-        """Store the outputs of some rows of tiles."""
-        conv = self.conv
-
-        def rule(m: Vectors) -> Vectors:
-            return k.add(m[0], k.add(m[1], m[2])), k.subtract(k.subtract(m[1], m[2]), m[3])
-
-        # a tile, a vector of filters: 4 x 4 places to 2 x 2 outputs
+    def _transform_back(
+        self, k: Emitter, n: ir.Value, start: ir.Value, rows: int, tile: ir.Value, bias: Pointer | None
+    ) -> None:
+        """Store the outputs of some rows of tiles, whose places are from `tile` on."""
+        conv, cell, apart = self.conv, self.cell, self.conv.parts > 1
+        # a tile, a vector of filters: 6 x 6 places to 4 x 4 outputs
         with k.loop(rows) as a, k.loop(self.tiling.counts[1]) as v:
             u = k.builder.add(start, a)
             top, left = self._corner(k, u, v)
-            row = self._tile(self.room(k) + self.outputs, self.output_row, INDEX(0), a, v)
+            row = self._tile(self.room(k) + self.outputs, self.output_row, tile, a, v)
             for panel in replace(self.panels, width=1).each(k):
-                source, stride = panel.outputs(row), self.strides[2]
-                square = [[k.load(source + (i * 4 + j) * stride) for j in range(4)] for i in range(4)]
-                tile = _both_ways(rule, square)
-                # a window of the pool, or four pixels
-                if conv.windows:
-                    conv.finish(k, [[value] for line in tile for value in line], bias, panel, (n, u, v))
-                    continue
+                places = _load_square(k, panel.outputs(row), self.strides[2], SIDE + 2)
+                made = _both_ways(k, _contract, OUTPUTS, places)
                 # where the last tile overlaps one that another part may do, what that one stores counts
-                apart = conv.parts > 1 and conv.counts[0] % 2
-                is_first = k.builder.icmp_signed("==", top, k.builder.mul(u, INDEX(2)))
-                for i, line in enumerate(tile):
-                    with k.builder.if_then(is_first) if apart and not i else nullcontext():
-                        for j, value in enumerate(line):
-                            place = k.builder.add(top, INDEX(i)), k.builder.add(left, INDEX(j))
-                            conv.finish(k, [[value]], bias, panel, (n, *place))
+                is_first = k.builder.icmp_signed("==", top, k.builder.mul(u, INDEX(SIDE)))
+                # its pixels, or windows of the pool
+                for i in range(0, SIDE, cell):
+                    with k.builder.if_then(is_first) if apart and i < -self.sides[0] % SIDE else nullcontext():
+                        for j in range(0, SIDE, cell):
+                            window = [[value] for line in made[i : i + cell] for value in line[j : j + cell]]
+                            place = [k.builder.add(first, INDEX(o)) for first, o in ((top, i), (left, j))]
+                            conv.finish(k, window, bias, panel, (n, *(k.builder.udiv(at, INDEX(cell)) for at in place)))
 
     def conv2d_backward_weights(self, k: Emitter, d: NHWC, dw: Pointer) -> None:
         """dw += sum over pixels of x * d, packed as the weights."""
-        tiling, columns = self.tiling, self.tiling.counts[1]
+        tiling = self.tiling
         # no sum yet
         k.clear(self.room(k), PLACES * self.strides[0] // k.lanes)
         # some images, of them some rows of tiles
@@ -306,42 +322,34 @@ class WinogradPass:
             for start, block in k.chunks(tiling.counts[0], tiling.rows):
                 # inputs and gradients transformed, and multiplied place by place
                 with k.loop(last, start=first) as n:
-                    tile = k.builder.mul(k.builder.sub(n, first), INDEX(block * columns))
+                    tile = self._tiles(k, first, n, block)
                     self._transform_inputs(k, n, start, block, tile)
                     self._transform_gradients(k, d, n, start, block, tile)
-                self._add_outer_products(k, k.builder.mul(k.builder.sub(last, first), INDEX(block * columns)))
+                self._add_outer_products(k, self._tiles(k, first, last, block))
         # the sums transformed back, once
         self._add_weights(k, dw)
 
     def _transform_gradients(
         self, k: Emitter, d: NHWC, n: ir.Value, start: ir.Value, rows: int, tile: ir.Value
     ) -> None:
-        """Transform the outputs' gradients of some rows of tiles, which take their places from `tile` on."""
-
-        def rule(d: Vectors) -> Vectors:
-            return d[0], k.add(d[0], d[1]), k.subtract(d[0], d[1]), k.subtract(k.zero(), d[1])
-
+        """Likewise the outputs' gradients."""
         with k.loop(rows) as a, k.loop(self.tiling.counts[1]) as v:
             u = k.builder.add(start, a)
             corner = self._corner(k, u, v)
             # where a tile overlaps the one before, what that one has counted is 0
-            counted = [
-                k.builder.icmp_signed("!=", k.builder.mul(at, INDEX(2)), first)
-                for at, first in zip((u, v), corner, strict=True)
-            ]
+            starts = [k.builder.mul(at, INDEX(SIDE)) for at in (u, v)]
+            counted = [k.builder.icmp_signed("!=", *pair) for pair in zip(starts, corner, strict=True)]
             place = self._tile(self.room(k) + self.outputs, self.output_row, tile, a, v)
             for panel in replace(self.panels, width=1).each(k):
                 source = panel.outputs(d.pixel(k, n, *corner))
-                # 2 x 2 gradients to 4 x 4 places
-                square = [
-                    [k.load_part(source + (i * d.row + j * d.column), panel.valid[0]) for j in range(2)]
-                    for i in range(2)
-                ]
-                if self.conv.counts[0] % 2:
-                    square[0] = [k.select(counted[0], k.zero(), value) for value in square[0]]
-                if self.conv.counts[1] % 2:
-                    square = [[k.select(counted[1], k.zero(), row[0]), row[1]] for row in square]
-                _store_square(k, _both_ways(rule, square), panel.outputs(place), self.strides[2])
+                # 4 x 4 gradients to 6 x 6 places
+                square = [[k.zero()] * SIDE for _ in range(SIDE)]
+                for i, j in itertools.product(range(SIDE), range(SIDE)):
+                    square[i][j] = k.load_part(source + (i * d.row + j * d.column), panel.valid[0])
+                    for before, at, side in zip(counted, (i, j), self.sides, strict=True):
+                        if at < -side % SIDE:
+                            square[i][j] = k.select(before, k.zero(), square[i][j])
+                _store_square(k, _both_ways(k, _expand, OUTPUTS, square), panel.outputs(place), self.strides[2])
 
     def _add_outer_products(self, k: Emitter, tiles: ir.Value) -> None:
         """Add inputs times outputs to the sums, tile by tile."""
@@ -357,31 +365,55 @@ class WinogradPass:
 
     def _add_weights(self, k: Emitter, dw: Pointer) -> None:
         """Add the sums, transformed back, to the gradient."""
-        channels, half = self.panels.rows, k.constant(0.5)
-
-        def rule(m: Vectors) -> Vectors:
-            ends = k.multiply(half, k.add(m[1], m[2]))
-            return k.add(m[0], ends), k.multiply(half, k.subtract(m[1], m[2])), k.add(ends, m[3])
-
-        # a channel, a vector of filters: 4 x 4 places to 3 x 3 taps
+        channels = self.panels.rows
+        # a channel, a vector of filters: 6 x 6 places to 3 x 3 taps
         for panel in self.conv.panels.each(k):
             unit = panel.unit
             source = replace(panel, panels=self.panels).at(self.room(k))
             with k.loop(channels) as c:
                 for v in range(panel.width):
-                    corner, stride = source.at(c, unit) + v * k.lanes, self.strides[0]
-                    square = [[k.load(corner + (i * 4 + j) * stride) for j in range(4)] for i in range(4)]
-                    target = panel.at(dw).at(c, unit) + v * k.lanes
-                    for i, row in enumerate(_both_ways(rule, square)):
-                        for j, value in enumerate(row):
-                            place = target + (i * 3 + j) * channels * unit
-                            k.store(k.add(k.load(place), value), place)
+                    places = _load_square(k, source.at(c, unit) + v * k.lanes, self.strides[0], SIDE + 2)
+                    target, taps = panel.at(dw).at(c, unit) + v * k.lanes, _both_ways(k, _contract, WEIGHTS, places)
+                    for i, value in enumerate(itertools.chain(*taps)):
+                        place = target + i * channels * unit
+                        k.store(k.add(k.load(place), value), place)
 
 
-def _both_ways(rule: Callable[[Vectors], Vectors], square: Sequence[Vectors]) -> list[Vectors]:
-    """Apply a rule to every column, and then to every row."""
-    columns = [rule(column) for column in zip(*square, strict=True)]
-    return [rule(row) for row in zip(*columns, strict=True)]
+def _both_ways(
+    k: Emitter, rule: Callable[[Emitter, Matrix, Vectors], Vectors], matrix: Matrix, square: Sequence[Vectors]
+) -> list[Vectors]:
+    """Transform every column, and then every row."""
+    columns = [rule(k, matrix, column) for column in zip(*square, strict=True)]
+    return [rule(k, matrix, row) for row in zip(*columns, strict=True)]
+
+
+def _sum(k: Emitter, factors: Iterable[float], vectors: Iterable[ir.Value]) -> ir.Value:
+    """Return the sum of factors times vectors."""
+    terms = [(factor, vector) for factor, vector in zip(factors, vectors, strict=True) if factor]
+    (factor, total), *rest = sorted(terms, key=lambda term: term[0] != 1)
+    total = total if factor == 1 else k.multiply(k.constant(factor), total)
+    for factor, vector in rest:
+        total = k.fma(k.constant(factor), vector, total)
+    return total
+
+
+def _expand(k: Emitter, matrix: Matrix, vectors: Vectors) -> Vectors:
+    """Return the matrix times the vectors; rows of x and -x share their sums of even powers, and of odd ones."""
+    first, last = (_sum(k, matrix[i], vectors) for i in (0, -1))
+    pairs = [[_sum(k, matrix[i][odd::2], vectors[odd::2]) for odd in (0, 1)] for i in (1, 3)]
+    return [first, *(value for pair in pairs for value in (k.add(*pair), k.subtract(*pair))), last]
+
+
+def _contract(k: Emitter, matrix: Matrix, vectors: Vectors) -> Vectors:
+    """Return the matrix transposed times the vectors."""
+    first, *among, last = vectors
+    pairs = [(k.add(*pair), k.subtract(*pair)) for pair in (among[:2], among[2:])]
+    columns = zip(*(matrix[i] for i in (0, 1, 3, -1)), strict=True)
+    return [_sum(k, column, (first, pairs[0][i % 2], pairs[1][i % 2], last)) for i, column in enumerate(columns)]
+
+
+def _load_square(k: Emitter, pointer: Pointer, stride: int, side: int) -> list[Vectors]:
+    return [[k.load(pointer + (i * side + j) * stride) for j in range(side)] for i in range(side)]
 
 
 def _store_square(k: Emitter, square: Sequence[Vectors], pointer: Pointer, stride: int) -> None:
