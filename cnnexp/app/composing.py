@@ -90,5 +90,4 @@ def _unknown_option(group: str, name: str, text: str) -> ConfigError:
 
 
 def _one_line(text: str) -> str:
-    useful = text.partition("\nConfig search path")[0].partition("\nSee https")[0]
-    return " ".join(useful.split())
+    return " ".join(text.partition("\nConfig search path")[0].partition("\nSee https")[0].split())

@@ -114,7 +114,7 @@ class _Handler(BaseHTTPRequestHandler):
         origin = self.headers.get("Origin")
         ours = self.headers.get("Host") in names and (origin is None or urlsplit(origin).netloc in names)
         if not ours:
-            self._refuse(HTTPStatus.FORBIDDEN, f"only {self.server.address} is served")
+            self._reply_json(HTTPStatus.FORBIDDEN, {"error": f"only {self.server.address} is served"})
         return ours
 
     def do_GET(self) -> None:
@@ -123,25 +123,22 @@ class _Handler(BaseHTTPRequestHandler):
         elif self.path == "/model":
             self._reply_json(HTTPStatus.OK, self.server.describe())
         else:
-            self._refuse(HTTPStatus.NOT_FOUND, "no such page")
+            self._reply_json(HTTPStatus.NOT_FOUND, {"error": "no such page"})
 
     def do_POST(self) -> None:
         length = self.headers.get("Content-Length", "")
         if self.path != "/look" or self.headers.get("Content-Type") != "image/png":
-            self._refuse(HTTPStatus.NOT_FOUND, "no such page; /look takes image/png")
+            self._reply_json(HTTPStatus.NOT_FOUND, {"error": "no such page; /look takes image/png"})
         elif not (length.isascii() and length.isdecimal() and int(length) <= MOST_BYTES):
-            self._refuse(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"give at most {MOST_BYTES} bytes")
+            self._reply_json(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, {"error": f"give at most {MOST_BYTES} bytes"})
         else:
             try:
                 self._reply_json(HTTPStatus.OK, self.server.look(self.rfile.read(int(length))))
             except CnnexpError as error:
-                self._refuse(HTTPStatus.BAD_REQUEST, str(error))
+                self._reply_json(HTTPStatus.BAD_REQUEST, {"error": str(error)})
 
     def log_message(self, format: str, *arguments: object) -> None:
         """Say nothing of requests that went well."""
-
-    def _refuse(self, status: HTTPStatus, why: str) -> None:
-        self._reply_json(status, {"error": why})
 
     def _reply_json(self, status: HTTPStatus, value: dict[str, Any]) -> None:
         self._reply(status, "application/json", json.dumps(value).encode())

@@ -43,8 +43,7 @@ def command(arguments: Sequence[str]) -> None:
     console = make_console()
     title, profiles = " | ".join(str(read_journal(folder)["name"]) for folder in folders), []
     for run, path, folder in zip(arguments, paths, folders, strict=True):
-        profile = _read_profile(folder)
-        if profile is None:
+        if (profile := _read_profile(folder)) is None:
             say(console, f"explain {run}: was not profiled; its steps are timed now, from {path.name}\n")
             profile = clock_steps(path, read_journal(folder)["config"], f"explain {run}")
         profiles.append(profile)

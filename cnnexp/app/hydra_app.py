@@ -369,9 +369,8 @@ def settings_of(words: Sequence[str]) -> Settings:
     """Return the settings of a run's command line, for a command that does something else with them."""
     if flags := [word for word in words if word.startswith("-")]:
         raise ConfigError(f"{flags[0]}: unknown; legal: GROUP=NAME and GROUP.KEY=VALUE")
-    typed = _prepared(words)
     with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
-        return load(plain(hydra.compose("config", typed)))
+        return load(plain(hydra.compose("config", _prepared(words))))
 
 
 def config_keys() -> list[str]:

@@ -72,8 +72,7 @@ def _classify_files(classifier: Classifier, files: Sequence[str]) -> Iterator[st
     for file in files:
         picture = read_picture(Path(file), "RGBA")
         image = classifier.prepare(picture)
-        doubt = classifier.doubt(picture, image)
-        if doubt and doubt.startswith(photograph.NO_STROKE):
+        if (doubt := classifier.doubt(picture, image)) and doubt.startswith(photograph.NO_STROKE):
             yield f"{file}  {doubt}"
             continue
         (probabilities,) = classifier.predict(image[np.newaxis])

@@ -55,12 +55,10 @@ def rows(
     for number, place in enumerate(places, 1):
         rows.append((f"{number:>4}.", f"{place.label}: {_phrase(place.interval, MEASURES[str(measure)])}"))
     rows += _differences(places)
-    reached = [row["time/to_target_s"] for row in found if "time/to_target_s" in row]
-    if reached:
+    if reached := [row["time/to_target_s"] for row in found if "time/to_target_s" in row]:
         times = f"{min(reached):.3g} to {max(reached):.3g} s of training, median {statistics.median(reached):.3g} s"
         rows.append(("target", f"reached by {len(reached)} of {len(found)} jobs, after {times}"))
-    disturbed = [row["job"] for row in found if row["disturbed"]]
-    if disturbed:
+    if disturbed := [row["job"] for row in found if row["disturbed"]]:
         jobs = f"{len(disturbed)} of {len(found)} jobs, in folders {', '.join(disturbed)}"
         rows.append(("machine", f"DISTURBED by other work: {jobs}; measure again, or wait with trainer.patient=true"))
     elif any(row["disturbed"] is False for row in found):

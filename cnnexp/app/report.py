@@ -17,8 +17,7 @@ def command(arguments: Sequence[str]) -> None:
     folder = Path(arguments[0])
     if not folder.is_dir():
         folder = newest(arguments[0], environment.outputs_dir() / "sweeps")
-    key = read_facts(folder)["paper"]
-    if key is None:
+    if (key := read_facts(folder)["paper"]) is None:
         raise ConfigError(f"report {folder}: makes no table or figure of a paper; set sweep.paper when you run it")
     page.write(folder, key)
     sys.stdout.write(f"{folder / page.FOLDER / 'index.html'}\n")

@@ -147,8 +147,7 @@ class _Training:
         try:
             return self.settings.workers.compile(self.backend, *compiling)
         except CompilerDied as death:
-            following = self.backend.next_best
-            if following is None:
+            if (following := self.backend.next_best) is None:
                 raise
             log.warning("%s", death)
             self.run.tags[FALLBACK] = following.name

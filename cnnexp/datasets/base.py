@@ -153,8 +153,7 @@ class Source:
         return train[: self.train_size or count - held], test[: self.test_size], validation
 
     def _check_limit(self, key: str, most: int, reason: str) -> None:
-        size = getattr(self, key)
-        if size is not None and size > most:
+        if (size := getattr(self, key)) is not None and size > most:
             raise ConfigError(f"dataset.{key}={size}: {reason}; use at most {most}, or null")
 
     def _dataset(self, train: Split, test: Split, classes: tuple[str, ...], source: str) -> Dataset:
@@ -185,8 +184,7 @@ def _checked(where: str, split: Split, classes: int) -> Split:
     _check_counts(where, split)
     if not len(labels):
         raise DataError(f"{where}: no images")
-    wrong = (labels < 0) | (labels >= classes)
-    if wrong.any():
+    if (wrong := (labels < 0) | (labels >= classes)).any():
         raise DataError(
             f"{where}: labels must be 0 .. {classes - 1} for {classes} classes; found {labels.min()} .. "
             f"{labels.max()}, first wrong one at index {wrong.argmax()}"
@@ -217,8 +215,7 @@ def _checked_images(where: str, images: np.ndarray) -> np.ndarray:
         return np.require(images, requirements=_OWN)
     with np.errstate(over="ignore"):  # a float64 too large for float32 becomes inf, reported below
         images = np.require(images, np.float32, _OWN)
-    finite = np.isfinite(images)
-    if not finite.all():
+    if not (finite := np.isfinite(images)).all():
         first = tuple(int(i) for i in np.unravel_index(finite.argmin(), finite.shape))
         raise DataError(f"{where}: {finite.size - finite.sum()} pixels are NaN or infinite, the first at index {first}")
     return images

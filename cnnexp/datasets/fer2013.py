@@ -62,8 +62,7 @@ def _parse(path: Path) -> dict[str, Split]:
     labels: dict[str, list[int]] = {usage: [] for usage in Fer2013.rows}
     with io.TextIOWrapper(open_regular(path, MOST_BYTES), encoding="utf-8", newline="") as file:
         rows = csv.reader(file)
-        header = next(rows, [])
-        if header != COLUMNS:
+        if (header := next(rows, [])) != COLUMNS:
             raise DataError(f"begins with {','.join(header)[:60]!r}, expected {','.join(COLUMNS)!r}")
         for row in rows:
             usage, label, image = _parse_row(row, rows.line_num)

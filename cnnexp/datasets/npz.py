@@ -43,9 +43,8 @@ class Npz(Source):
             raise DataError(
                 f"dataset.path={shown(self.path)}: train_labels up to {count - 1}; there can be {MAX_CLASSES} classes"
             )
-        classes = tuple(str(label) for label in range(max(count, 2)))
         train, test = Split(train_images, train_labels), Split(test_images, test_labels)
-        return self._dataset(train, test, classes, str(self.path))
+        return self._dataset(train, test, tuple(map(str, range(max(count, 2)))), str(self.path))
 
     def _read(self) -> list[np.ndarray]:
         where = f"dataset.path={shown(self.path)}"

@@ -1,7 +1,5 @@
 """How sure a median is, and whether two sets of measurements differ: without assuming how they are distributed."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import statistics

@@ -6,8 +6,6 @@ the same three constants: t_c for the operations of a whole network, and t_s and
 long messages (Rabenseifner; Thakur et al. 2005, section 4.5), 2 log2(p) t_s + 2 (p - 1) / p n t_b for n bytes.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -92,9 +90,8 @@ def epoch_s(costs: Costs, training: Training, workers: int, cores: float | None 
 
     All workers share the cores; with None each has its own.
     """
-    images = math.ceil(training.images / workers)
     sharing = max(1.0, workers / cores) if cores else 1.0
-    compute = costs.t_c * training.operations * images * sharing
+    compute = costs.t_c * training.operations * math.ceil(training.images / workers) * sharing
     return compute, training.averages * all_reduce_s(costs, training.floats, workers)
 
 

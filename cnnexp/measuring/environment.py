@@ -1,7 +1,5 @@
 """Facts of the machine and the code that a result depends on, for the record of a run."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json
@@ -67,8 +65,7 @@ def versions() -> dict[str, str]:
 
 def git_facts() -> dict[str, str]:
     """Return `git.commit` and `git.dirty` of the checkout; nothing where there is no checkout or no git."""
-    root = checkout()
-    if root is None:
+    if (root := checkout()) is None:
         return {}
     command = ["git", "-C", str(root), "status", "--porcelain=v2", "--branch", "--untracked-files=no"]
     try:

@@ -4,8 +4,6 @@ A side is a run as its profile has it (`ledger.report`), or the baseline that wa
 compute several layers at once, so both sides are brought to the finest groups of layers that each of them reports.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 

@@ -4,8 +4,6 @@ The parts are what is certain: buffers that the code makes, not what the interpr
 temporaries add. So a run that is refused could not have been; one that is let in may still run out.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 
@@ -31,8 +29,7 @@ def training(
     splits = [split for split in (dataset.train, dataset.test, dataset.validation) if split is not None]
     count = sum(len(split) for split in splits)
     if backend.name != "cpu-simd" and not backend.on_gpu and dataset.train.images.itemsize < FLOAT:
-        size = FLOAT * math.prod(dataset.input_shape)
-        yield Part(f"{count} images as float32", count * size, "dataset.train_size")
+        yield Part(f"{count} images as float32", FLOAT * count * math.prod(dataset.input_shape), "dataset.train_size")
     held_out = count - len(dataset.train)
     scores = FLOAT * held_out * math.prod(network.output_shape)
     yield Part(f"the scores of {held_out} images", scores, "dataset.test_size")

@@ -5,8 +5,6 @@ was neither idle nor used by this process and its children went to other work. H
 a core says nothing of others: they also wait for each other. Other systems count neither, and then nothing is claimed.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import time

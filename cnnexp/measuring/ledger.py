@@ -4,8 +4,6 @@ A layerwise program is clocked layer by layer, each pass until its work is done.
 (`backends.parts`) where it was compiled to; else its whole step is one entry. What no entry covers is the "rest".
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import statistics

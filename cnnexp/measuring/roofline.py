@@ -4,8 +4,6 @@ A kernel cannot be faster than the machine's arithmetic, nor than its memory let
 Waterman and Patterson 2009). Both counts follow from the shapes alone: every array is read or written once.
 """
 
-from __future__ import annotations
-
 import math
 import timeit
 from collections.abc import Callable, Mapping, Sequence

@@ -213,8 +213,7 @@ def epoch_time(epochs: Sequence[Mapping[str, float]], baseline_s: Sequence[float
     """Return the seconds of each epoch, beside what the baseline would have needed, None where it was not measured."""
     figure, (axes,) = new_figure(6, 3.6, measured=False)
     axes.plot(column_of(epochs, "epoch"), column_of(epochs, "time/epoch_s"), marker="o", label="this run")
-    measured = [(row["epoch"], seconds) for row, seconds in zip(epochs, baseline_s, strict=True) if seconds is not None]
-    if measured:
+    if measured := [(row["epoch"], s) for row, s in zip(epochs, baseline_s, strict=True) if s is not None]:
         axes.plot(*zip(*measured, strict=True), marker="s", linestyle="--", label="baseline, from its timed batches")
     label_axes(axes, "epoch", "training pass (s)")
     axes.set_ylim(bottom=0)

@@ -46,8 +46,7 @@ def is_locked(folder: Path) -> bool:
     """Return whether a run is in the folder now; a `RECORDER` that sends what is left of one is waited for."""
     if not (Path(folder) / LOCK).exists():
         return False
-    release = _wait_for(Path(folder), liveness.describe(os.getpid()), True)
-    if release is not None:
+    if (release := _wait_for(Path(folder), liveness.describe(os.getpid()), True)) is not None:
         release()
     return release is None
 

@@ -110,8 +110,7 @@ class _Writer:
             case net.ResidualStage():
                 return self.add("Add", self._shortcut(stage, x), self.stages(stage.stages, x), name=name)
             case net.ElementwiseStage(layer=layer):
-                operator = NATIVE.get(type(layer))
-                if operator is None:
+                if (operator := NATIVE.get(type(layer))) is None:
                     return self._by_rule(layer, x, name)
                 slope = {"alpha": layer.slope} if isinstance(layer, net.LeakyReLU) else {}
                 return self.add(operator, x, name=name, **slope)

@@ -271,8 +271,7 @@ class Run(Record, Observer, contextlib.AbstractContextManager["Run"]):
             return
         metrics, time_ms = epoch_metrics(result, self.contended), int(time.time() * 1000)
         if scored := len(result.scores):
-            test = self._dataset.test.labels[:scored]
-            metrics |= class_metrics(result.scores, test, self._dataset.classes)
+            metrics |= class_metrics(result.scores, self._dataset.test.labels[:scored], self._dataset.classes)
         note(self._journal, "epoch", epoch=result.epoch, metrics=metrics, time_ms=time_ms, result=plain_result(result))
 
     def _follow(self) -> Future[Any] | None:

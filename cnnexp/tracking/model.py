@@ -101,8 +101,7 @@ class Classifier:
             images = images.astype(np.float32)
         else:
             raise DataError(f"images of type {images.dtype}: must be whole or floating-point numbers")
-        handle = self._program.load(images, np.zeros(len(images), np.int32))
-        return self._program.probabilities(handle)
+        return self._program.probabilities(self._program.load(images, np.zeros(len(images), np.int32)))
 
     def outputs(self, images: np.ndarray) -> list[tuple[Stage, np.ndarray]]:
         """Return each layer with its output (N, *output_shape), of `BATCH_SIZE` images at most; TypeError if fused."""
@@ -165,5 +164,4 @@ def _refusal(text: str) -> Exception:
 
 def _load_pyfunc(path: str, model_config: Mapping[str, Any] | None = None) -> Served:
     """Return what `mlflow.pyfunc.load_model` wraps; `{"backend": NAME}` asks for another backend than `BACKEND`."""
-    name = (model_config or {}).get("backend", BACKEND)
-    return Served(Classifier(Path(path), backend_class(name)()))
+    return Served(Classifier(Path(path), backend_class((model_config or {}).get("backend", BACKEND))()))

@@ -267,14 +267,12 @@ class Store:
         from mlflow.exceptions import MlflowException
 
         tags = {**EXPERIMENT_TAGS, view.TAG: view.state()}
-        found = self._client.get_experiment_by_name(name)
-        if found is None:
+        if (found := self._client.get_experiment_by_name(name)) is None:
             try:
                 return self._client.create_experiment(name, artifact_location(self._uri), tags)
             except MlflowException:
                 # on a server, another process may have been quicker
-                found = self._client.get_experiment_by_name(name)
-                if found is None:
+                if (found := self._client.get_experiment_by_name(name)) is None:
                     raise
         if found.lifecycle_stage == "deleted":
             raise TrackingError(
@@ -297,11 +295,9 @@ class Store:
     def _find_or_make(self, name: str, tags: dict[str, str], key: str | None) -> tuple[Run | None, str]:
         """Return the run of a key and its id; None where there was none, and the id of the one that is made."""
         with alone(self._uri):  # jobs of a sweep may come at once to make its run
-            found = self._of_key(key)
-            if found is None:
+            if (found := self._of_key(key)) is None:
                 made = self._client.create_run(self._experiment_id, tags=tags, run_name=name).info.run_id
-                found = self._of_key(key)
-                if found is None or found.info.run_id == made:
+                if (found := self._of_key(key)) is None or found.info.run_id == made:
                     return None, made
                 self._client.delete_run(made)  # a server cannot be locked: who was first stays
             return found, found.info.run_id
@@ -421,8 +417,7 @@ def _key_in(folder: Path) -> str | None:
 
 def _how_died(tags: Mapping[str, str]) -> tuple[str, dict[str, str]]:
     """Return status and tags of a run whose processes ended without a word."""
-    workers = tags.get("workers", "1")
-    if workers == "1":
+    if (workers := tags.get("workers", "1")) == "1":
         return "KILLED", {"error": "the training process died"}
     return "FAILED", {"error": f"one of {workers} workers died"}
 

@@ -3,8 +3,6 @@
 A `workers` object stands between config and backend: its `compile` makes one `Program` of all, so the loop sees one.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 

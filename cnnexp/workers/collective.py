@@ -1,7 +1,5 @@
 """What workers do together, stated once; `local` and `mpi` say how."""
 
-from __future__ import annotations
-
 import functools
 import time
 from collections.abc import Callable, Sequence

@@ -9,8 +9,6 @@ It speaks lines. A worker says `TOKEN RANK HOST PID`, then `alive` every second,
 rank 0 says `timeout SECONDS` when there is work, and `over` before an end that is no accident. The guard says `lost`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import math

@@ -5,8 +5,6 @@ summed. Linear layers have many weights and little to compute, so each worker ke
 the weights) and sees all images: activations travel, the big weights never do.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, cast
@@ -77,8 +75,7 @@ class HybridReplica(Replica):
 
     def restore(self, state: State) -> None:
         shared, head = self._shared, self._head
-        features = {name: array[:shared] if name in head.arrays else array for name, array in state.items()}
-        self.program.restore(features)
+        self.program.restore({name: array[:shared] if name in head.arrays else array for name, array in state.items()})
         zeros = np.zeros(self.network.parameter_count, np.float32)
         for name, own in head.arrays.items():
             own[:] = head.own(state.get(name, zeros)[shared:])

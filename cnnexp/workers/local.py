@@ -3,8 +3,6 @@
 The processes are spawned, never forked: a forked child of a process with Numba's threads may not use them.
 """
 
-from __future__ import annotations
-
 import contextlib
 import multiprocessing
 import os

@@ -4,8 +4,6 @@ Rank 0 is the program that the user sees. The others read no config and no data:
 with it, and wait again, so a whole sweep may run in one `mpiexec`.
 """
 
-from __future__ import annotations
-
 import atexit
 import functools
 import os

@@ -4,8 +4,6 @@ So the train loop, the tracker and the checkpoints know of one program only, on 
 as what the workers are started with is, and the arrays in it follow.
 """
 
-from __future__ import annotations
-
 import pickle
 from collections.abc import Callable
 from functools import partialmethod

@@ -6,8 +6,6 @@ worker's own images; the averages move to the mean of where the workers' shares 
 empty where a short last batch has fewer images than there are workers.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import statistics
 import time
@@ -139,8 +137,7 @@ class Replica:
         After every batch, not now and then: a run that goes on from a checkpoint must end with the same bits. `weight`
         is this worker's share of the batch, 0 to 1; with 0 it has computed nothing, and counts for nothing.
         """
-        pending = self.program.pending
-        if pending is None or not self.program.network.running:
+        if (pending := self.program.pending) is None or not self.program.network.running:
             return
         mean = np.zeros(self.program.network.running_count, np.float32)
         if pending.moved is not None:
