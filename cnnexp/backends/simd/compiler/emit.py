@@ -11,6 +11,7 @@ lacks in width LLVM splits.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -101,6 +102,11 @@ class Offset(int):
 
 Offsets = dict[tuple[str, Offset], int]
 """What a kernel adds to its buffers, by buffer: their numbers in the table that it is called with."""
+
+
+@functools.cache
+def _in_all_lanes(lanes: int, number: str) -> ir.Constant:
+    return ir.Constant(ir.VectorType(FLOAT, lanes), [FLOAT(float.fromhex(number))] * lanes)  # 0.0 == -0.0 is no key
 
 
 class Pointer:
@@ -385,7 +391,7 @@ class Emitter:
         return ir.Constant(self.vector, None)
 
     def constant(self, number: float) -> ir.Value:
-        return ir.Constant(self.vector, [FLOAT(number)] * self.lanes)
+        return _in_all_lanes(self.lanes, float(number).hex())
 
     def integers(self, number: int) -> ir.Value:
         return ir.Constant(self.indices, [INT(number)] * self.lanes)

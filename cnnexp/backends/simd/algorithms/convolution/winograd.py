@@ -37,8 +37,10 @@ from cnnexp.backends.simd.layouts import NHWC, Arena, Layout, odd_lines, round_u
 SIDE = 4
 """Of a tile of outputs."""
 
-PLACES = (SIDE + 2) ** 2
-"""Of a transformed tile."""
+LINE = SIDE + 2
+"""Pixels in a row that a tile sees, and places of it transformed."""
+
+PLACES = LINE**2
 
 POINTS = (0.0, 0.75, -0.75, 1.5, -1.5)
 """Where polynomials are evaluated, besides at infinity. These are short binary fractions, and rounding errors two to
@@ -238,16 +240,13 @@ class WinogradPass:
     def transform_weights(self, k: Emitter, weights: Pointer) -> None:
         """Fill the transformed weights."""
         channels = self.panels.rows
+        # a channel, a vector of filters: 3 x 3 taps to 6 x 6 places
         for panel in self.conv.panels.each(k):
             unit = panel.unit
-            target = replace(panel, panels=self.panels).at(self.weights(k))
-            with k.loop(channels) as c:
-                for v in range(panel.width):
-                    corner = panel.at(weights).at(c, unit) + v * k.lanes
-                    taps = _load_square(k, corner, channels * unit, 3)
-                    _store_square(
-                        k, _both_ways(k, _expand, WEIGHTS, taps), target.at(c, unit) + v * k.lanes, self.strides[0]
-                    )
+            source, target = panel.at(weights), replace(panel, panels=self.panels).at(self.weights(k))
+            with k.loop(channels) as c, k.loop(panel.width) as v:
+                taps, place = (pointer.at(c, unit).at(v, k.lanes) for pointer in (source, target))
+                _expand_square(k, WEIGHTS, taps, (3 * channels * unit, channels * unit), place, self.strides[0])
 
     def _transform_inputs(self, k: Emitter, n: ir.Value, start: ir.Value, rows: int, tile: ir.Value) -> None:
         """Transform the patches of some rows of tiles, which take their places from `tile` on."""
@@ -255,9 +254,8 @@ class WinogradPass:
         with k.loop(rows) as a, k.loop(columns) as v, k.loop(self.input_row // k.lanes) as c:
             top, left = self._corner(k, k.builder.add(start, a), v)
             corner = first.at(top, x.row).at(left, x.column).at(c, k.lanes)
-            patch = [[k.load(corner + (i * x.row + j * x.column)) for j in range(SIDE + 2)] for i in range(SIDE + 2)]
             place = self._tile(self.room(k) + self.inputs, self.input_row, tile, a, v).at(c, k.lanes)
-            _store_square(k, _both_ways(k, _expand, INPUTS, patch), place, self.strides[1])
+            _expand_square(k, INPUTS, corner, (x.row, x.column), place, self.strides[1])
 
     def _tile(self, first: Pointer, row: int, tile: ir.Value, a: ir.Value, v: ir.Value) -> Pointer:
         """Return where the tile (a, v) lies, `row` floats each, when (0, 0) is the tile with the number `tile`."""
@@ -300,7 +298,7 @@ class WinogradPass:
             top, left = self._corner(k, u, v)
             row = self._tile(self.room(k) + self.outputs, self.output_row, tile, a, v)
             for panel in replace(self.panels, width=1).each(k):
-                places = _load_square(k, panel.outputs(row), self.strides[2], SIDE + 2)
+                places = _load_square(k, panel.outputs(row), self.strides[2])
                 made = _both_ways(k, _contract, OUTPUTS, places)
                 # where the last tile overlaps one that another part may do, what that one stores counts
                 is_first = k.builder.icmp_signed("==", top, k.builder.mul(u, INDEX(SIDE)))
@@ -369,14 +367,12 @@ class WinogradPass:
         # a channel, a vector of filters: 6 x 6 places to 3 x 3 taps
         for panel in self.conv.panels.each(k):
             unit = panel.unit
-            source = replace(panel, panels=self.panels).at(self.room(k))
-            with k.loop(channels) as c:
-                for v in range(panel.width):
-                    places = _load_square(k, source.at(c, unit) + v * k.lanes, self.strides[0], SIDE + 2)
-                    target, taps = panel.at(dw).at(c, unit) + v * k.lanes, _both_ways(k, _contract, WEIGHTS, places)
-                    for i, value in enumerate(itertools.chain(*taps)):
-                        place = target + i * channels * unit
-                        k.store(k.add(k.load(place), value), place)
+            source, target = replace(panel, panels=self.panels).at(self.room(k)), panel.at(dw)
+            with k.loop(channels) as c, k.loop(panel.width) as v:
+                places = _load_square(k, source.at(c, unit).at(v, k.lanes), self.strides[0])
+                for i, value in enumerate(itertools.chain(*_both_ways(k, _contract, WEIGHTS, places))):
+                    tap = target.at(c, unit).at(v, k.lanes) + i * channels * unit
+                    k.store(k.add(k.load(tap), value), tap)
 
 
 def _both_ways(
@@ -412,10 +408,25 @@ def _contract(k: Emitter, matrix: Matrix, vectors: Vectors) -> Vectors:
     return [_sum(k, column, (first, pairs[0][i % 2], pairs[1][i % 2], last)) for i, column in enumerate(columns)]
 
 
-def _load_square(k: Emitter, pointer: Pointer, stride: int, side: int) -> list[Vectors]:
-    return [[k.load(pointer + (i * side + j) * stride) for j in range(side)] for i in range(side)]
+def _expand_square(
+    k: Emitter, matrix: Matrix, source: Pointer, strides: tuple[int, int], target: Pointer, stride: int
+) -> None:
+    """Transform every column of a square, and then every row, by loops: unrolled is as fast, and takes LLVM longer."""
+    count = len(matrix[0])
+    with k.loop(count) as j:
+        column = source.at(j, strides[1])
+        for i, value in enumerate(_expand(k, matrix, [k.load(column + i * strides[0]) for i in range(count)])):
+            k.store(value, target.at(j, stride) + i * LINE * stride)
+    with k.loop(LINE) as i:
+        line = target.at(i, LINE * stride)
+        for j, value in enumerate(_expand(k, matrix, [k.load(line + j * stride) for j in range(count)])):
+            k.store(value, line + j * stride)
+
+
+def _load_square(k: Emitter, pointer: Pointer, stride: int) -> list[Vectors]:
+    return [[k.load(pointer + (i * LINE + j) * stride) for j in range(LINE)] for i in range(LINE)]
 
 
 def _store_square(k: Emitter, square: Sequence[Vectors], pointer: Pointer, stride: int) -> None:
-    for place, value in enumerate(value for row in square for value in row):
+    for place, value in enumerate(itertools.chain(*square)):
         k.store(value, pointer + place * stride)
