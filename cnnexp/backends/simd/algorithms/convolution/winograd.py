@@ -43,8 +43,8 @@ LINE = SIDE + 2
 PLACES = LINE**2
 
 POINTS = (0.0, 0.75, -0.75, 1.5, -1.5)
-"""Where polynomials are evaluated, besides at infinity. These are short binary fractions, and rounding errors two to
-three times those of a direct convolution; the usual ones, with 1 and 2, give ten times."""
+"""Where polynomials are evaluated, besides at infinity. These are short binary fractions, and round less than the usual
+ones, with 1 and 2: the gradients' errors are 1.7 times those of a direct convolution."""
 
 OUTPUTS = [[x**i for i in range(SIDE)] for x in POINTS] + [[0.0] * (SIDE - 1) + [1.0]]
 WEIGHTS = [[x**i / math.prod(x - y for y in POINTS if y != x) for i in range(3)] for x in POINTS] + [[0.0, 0.0, 1.0]]
