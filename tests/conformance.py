@@ -27,7 +27,7 @@ TOLERANCE = 1e-5  # relative, of outputs and of every parameter's gradient
 SEED = 7  # of what Dropout draws
 INEXACT = ("sigmoid", "tanh", "gelu", "leakyrelu", "avgpool2d", "globalavgpool", "dropout", "batchnorm2d")
 CLEAR = 1e-4  # a decision between numbers closer than this, relative to the layer's largest, is blurred
-BARELY_CLEAR = 4e-6  # likewise of few layers: four times what their roundings come to
+BARELY_CLEAR = 4e-6  # likewise where few layers follow each other, which round less
 
 
 @dataclass
