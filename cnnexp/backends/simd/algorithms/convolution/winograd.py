@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from fractions import Fraction
+from functools import partial
 
 import numpy as np
 from llvmlite import ir
@@ -229,7 +230,8 @@ class WinogradPass:
             for start, block in k.chunks(self.tiling.counts[0], self.tiling.rows, self.conv.parts):
                 with k.loop(last, start=first) as n:
                     self._transform_inputs(k, n, start, block, self._tiles(k, first, n, block))
-                self._multiply(k, self._tiles(k, first, last, block), block)
+                # apart from what the transformations keep in registers
+                k.call(f"products{block}", partial(self._multiply, rows=block), self._tiles(k, first, last, block))
                 with k.loop(last, start=first) as n:
                     self._transform_back(k, n, start, block, self._tiles(k, first, n, block), bias)
 
@@ -323,7 +325,7 @@ class WinogradPass:
                     tile = self._tiles(k, first, n, block)
                     self._transform_inputs(k, n, start, block, tile)
                     self._transform_gradients(k, d, n, start, block, tile)
-                self._add_outer_products(k, self._tiles(k, first, last, block))
+                k.call("products", self._add_outer_products, self._tiles(k, first, last, block))
         # the sums transformed back, once
         self._add_weights(k, dw)
 
