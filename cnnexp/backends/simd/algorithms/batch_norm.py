@@ -102,7 +102,7 @@ class BatchNormNode(Node[Tensor, Tensor]):
                         distance = k.subtract(k.load(x), mean[u]) if mean else k.load(x)
                         values.append(k.fma(distance, scale[u], level[u]))
                     if self.window:
-                        values = [value for value, _ in block.maxima(values)]
+                        values, _ = block.maxima(values)
                     for value, y, valid in zip(values, pixels.places(self.y), block.valid, strict=False):
                         k.store_part(k.finish(value, rectify=self.rectify), y, valid)
 
@@ -143,24 +143,31 @@ class BatchNormNode(Node[Tensor, Tensor]):
     def backward(self, plan: Layout) -> Kernels:
         return [("sums", lambda k: self._sums(k, plan)), *(super().backward(plan) if self.dx else [])]
 
-    def _gradient(self, k: Emitter, block: Block) -> Callable[[Pixels], list[tuple[ir.Value, ir.Value]]]:
-        """Return what gives, of pixels, the distances of x from the mean and the gradient before the ReLU."""
+    def _gradient(
+        self, k: Emitter, block: Block, everywhere: bool
+    ) -> Callable[[Pixels], list[tuple[ir.Value, ir.Value]]]:
+        """Return what gives, of pixels, the distances of x from the mean and the gradient before the ReLU.
+
+        Args:
+            everywhere: or of a window's pixels only of the largest, as the others have no gradient.
+        """
         mean, scale, shift = (block.constants(k.arena + self.table[name]) for name in ("mean", "scale", "shift"))
 
         def found(pixels: Pixels) -> list[tuple[ir.Value, ir.Value]]:
             distances = [k.subtract(k.load(x), mean[u]) for u, x in enumerate(pixels.places(self.x))]
             values = [k.fma(distance, scale[u], shift[u]) for u, distance in enumerate(distances)]
             gradients = [pixels.inside(k.load(dy)) for dy in pixels.places(self.dy)]
-            largest = block.maxima(values) if self.window else [(value, None) for value in values]
-            if self.rectifies_dy:
-                gradients = [k.where_positive(value, dy) for (value, _), dy in zip(largest, gradients, strict=True)]
             if self.window:
+                values, marks = block.maxima(values, None if everywhere else distances)
+            if self.rectifies_dy:
+                gradients = [k.where_positive(value, dy) for value, dy in zip(values, gradients, strict=True)]
+            if self.window and everywhere:
                 gradients = [
                     k.select(k.equal(where, code), dy, k.zero())
                     for code in range(self.window**2)
-                    for (_, where), dy in zip(largest, gradients, strict=True)
+                    for where, dy in zip(marks, gradients, strict=True)
                 ]
-            return list(zip(distances, gradients, strict=True))
+            return list(zip(marks if self.window and not everywhere else distances, gradients, strict=True))
 
         return found
 
@@ -168,8 +175,8 @@ class BatchNormNode(Node[Tensor, Tensor]):
         """Leave the tile's sums of dy and of dy * n, n being x normalized; they are the parameters' gradients."""
         rows = {name: k.arena + offset for name, offset in self.table.items()}
         for block in self._blocks(k):
-            gradients = self._gradient(k, block)
-            sums, products = k.variables(len(block.valid)), k.variables(len(block.valid))
+            gradients = self._gradient(k, block, everywhere=False)
+            sums, products = (k.variables(block.vectors if self.window else len(block.valid)) for _ in range(2))
             for pixels in block.pixels():
                 for total, product, (distance, gradient) in zip(sums, products, gradients(pixels), strict=True):
                     k.increase(total, gradient)
@@ -190,7 +197,7 @@ class BatchNormNode(Node[Tensor, Tensor]):
     def emit_backward(self, k: Emitter, plan: Layout) -> None:
         """dx = scale * dy + slope * (x - mean) + level."""
         for block in self._blocks(k):
-            gradients = self._gradient(k, block)
+            gradients = self._gradient(k, block, everywhere=True)
             names = ("scale", "slope", "level")
             scale, slope, level = (block.constants(k.arena + self.table[name]) for name in names)
             for pixels in block.pixels():
@@ -338,11 +345,15 @@ class Block:
         found = [k.splat(at + u) if self.x.lanes > 1 else k.load(at + u * k.lanes) for u in range(self.vectors)]
         return found * math.prod(self.window)
 
-    def maxima(self, values: Sequence[ir.Value]) -> list[tuple[ir.Value, ir.Value]]:
-        """Return the largest of every vector's pixels, and which it was."""
-        k = self.k
-        codes = [k.integers(code) for code in range(math.prod(self.window))]
-        return [k.first_maximum(list(zip(values[u :: self.vectors], codes, strict=True))) for u in range(self.vectors)]
+    def maxima(
+        self, values: Sequence[ir.Value], marks: Sequence[ir.Value] | None = None
+    ) -> tuple[list[ir.Value], list[ir.Value]]:
+        """Return the largest of every vector's pixels, and its mark: which pixel it was, unless others are given."""
+        k, size = self.k, self.vectors
+        marks = marks or [k.integers(code) for code in range(math.prod(self.window)) for _ in range(size)]
+        pairs = list(zip(values, marks, strict=True))
+        found = [k.first_maximum(pairs[u::size]) for u in range(size)]
+        return [value for value, _ in found], [mark for _, mark in found]
 
     def finish(self, totals: Sequence, row: Pointer, factor: ir.Value | None = None) -> None:
         """Store the sums of the channels, times a vector of one factor, if given, in a row."""
