@@ -193,3 +193,10 @@ def assembly_of(cpu: Cpu, target, kernels, buffers: list[ir.Type]) -> str:
     module = ir.Module("kernels")
     add_function(module, "kernels", target, kernels, buffers)
     return checked_assembly(cpu, optimized(module, cpu))
+
+
+def product_loops(text: str) -> list[str]:
+    """Return the innermost loops of x86's assembly that multiply vectors by numbers that they read one by one."""
+    loops = [body for _, body in re.findall(r"^(\.L\w+):.*\n((?:\s.*\n)+?)\s+j\w+\s+\1$", text, re.MULTILINE)]
+    one_by_one = re.compile(r"broadcastss\s+\S*\((?!%rip)|\((?!%rip)[^)]*\)\{1to")
+    return [loop for loop in loops if loop.count("vfmadd") >= 8 and len(one_by_one.findall(loop)) >= 3]

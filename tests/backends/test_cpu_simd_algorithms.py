@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from backends.on_target import AVX2, AVX512, NETWORKS, TARGETS
 from conformance import BARELY_CLEAR, check_gradients, check_scores, clear_case, make_case, oracle, started
-from machine_code import CPUS, Cpu, KernelProgram
+from machine_code import CPUS, Cpu, KernelProgram, product_loops
 from tables import each
 
 from cnnexp import GELU, SGD, AvgPool2d, BatchNorm2d, Conv2d, Dropout, Flatten, Linear, Loss, MaxPool2d, Network, ReLU
@@ -68,6 +68,17 @@ def check_step(cpu: Cpu, network: Network, forced=(), target: Target | None = No
     expected = case.parameters - RATE * gradient
     np.testing.assert_allclose(program.state()["parameters"], expected, rtol=1e-5, atol=1e-5 * np.abs(expected).max())
     return program
+
+
+@each(("avx2",), ("avx512",))
+def test_sums_of_products_stay_in_registers(cpu):
+    """LLVM kept constants of Winograd's transformations in registers past its products; their sums went by the stack."""
+    layers = Conv2d(128, 3, padding="same"), Conv2d(64, 3, padding="same"), Flatten(), Linear(64)
+    target = replace(CPUS[cpu].target, forced=(("conv1", "winograd"), ("conv2", "winograd")))
+    loops = product_loops(KernelProgram(CPUS[cpu], Network((8, 8, 128), layers), 64, target).read())
+    assert len(loops) >= 6
+    for loop in loops:
+        assert "(%rsp)" not in loop, loop
 
 
 def check_every_algorithm(cpu: Cpu, network: Network, target: Target | None = None) -> None:
