@@ -72,7 +72,7 @@ def check_step(cpu: Cpu, network: Network, forced=(), target: Target | None = No
 
 @each(("avx2",), ("avx512",))
 def test_sums_of_products_stay_in_registers(cpu):
-    """LLVM kept constants of Winograd's transformations in registers past its products; their sums went by the stack."""
+    """LLVM kept constants of Winograd's transformations in registers past its products; sums went by the stack."""
     layers = Conv2d(128, 3, padding="same"), Conv2d(64, 3, padding="same"), Flatten(), Linear(64)
     target = replace(CPUS[cpu].target, forced=(("conv1", "winograd"), ("conv2", "winograd")))
     loops = product_loops(KernelProgram(CPUS[cpu], Network((8, 8, 128), layers), 64, target).read())
