@@ -1,18 +1,17 @@
-"""`winograd`: a 3 x 3 convolution, channels in the lanes, by Winograd's F(4x4, 3x3): 36 products in place of 144.
+"""`winograd`: a 3 x 3 or 5 x 5 convolution, channels in the lanes, by Winograd's F(4x4, 3x3) or F(2x2, 5x5).
 
-16 outputs of a channel, a *tile* of 4 x 4, see 6 x 6 pixels. With both transformed, patch and weights, each of 36
-places needs one product a channel and no place needs another, so a convolution is 36 matrix products, of tiles x
-channels with channels x filters, between a transformation of the patches and one back (Lavin and Gray 2016, "Fast
-Algorithms for Convolutional Neural Networks"). All go by blocks of tiles that stay in L2.
+A *tile* of 4 x 4 outputs of a channel, or 2 x 2, sees 6 x 6 pixels. With both transformed, patch and weights, each of
+36 places needs one product a channel and no place needs another, in place of 144 or 100. So a convolution is 36 matrix
+products, of tiles x channels with channels x filters, between a transformation of the patches and one back (Lavin and
+Gray 2016, "Fast Algorithms for Convolutional Neural Networks"). All go by blocks of tiles that stay in L2.
 
 The gradient of the weights is the transformation turned round: a sum over tiles of x times d, both transformed, for
 each place, and back once.
 
-An image whose rows or columns are no multiple of four has its last tile lie over the one before: what both compute is
-stored twice, and counts once in a gradient.
+The last tile of rows or columns that tiles do not fill lies over the one before: what both compute is stored twice, and
+counts once in a gradient.
 
-Gain: many channels. With the second convolution by it rather than by `channels`, all kernels of `vgg` take 3.6
-million cycles an image for 6.3; see docs/benchmarks.md.
+Gain: many channels, see docs/benchmarks.md.
 """
 
 from __future__ import annotations
@@ -35,10 +34,7 @@ from cnnexp.backends.simd.algorithms.linear.product import Steps, add_products, 
 from cnnexp.backends.simd.compiler.emit import INDEX, LINE_FLOATS, Emitter, Kernels, Pointer, Target, chunks
 from cnnexp.backends.simd.layouts import NHWC, Arena, Layout, odd_lines, round_up
 
-SIDE = 4
-"""Of a tile of outputs."""
-
-LINE = SIDE + 2
+LINE = 6
 """Pixels in a row that a tile sees, and places of it transformed."""
 
 PLACES = LINE**2
@@ -47,10 +43,11 @@ POINTS = (0.0, 0.75, -0.75, 1.5, -1.5)
 """Where polynomials are evaluated, besides at infinity. These are short binary fractions, and round less than the usual
 ones, with 1 and 2: the gradients' errors are 1.7 times those of a direct convolution."""
 
-OUTPUTS = [[x**i for i in range(SIDE)] for x in POINTS] + [[0.0] * (SIDE - 1) + [1.0]]
-WEIGHTS = [[x**i / math.prod(x - y for y in POINTS if y != x) for i in range(3)] for x in POINTS] + [[0.0, 0.0, 1.0]]
+SCALES = [*(1 / math.prod(x - y for y in POINTS if y != x) for x in POINTS), 1]
+OUTPUTS = {n: [*([x**i for i in range(n)] for x in POINTS), [*[0.0] * (n - 1), 1.0]] for n in range(2, LINE)}
+WEIGHTS = {n: [[by * x for x in row] for by, row in zip(SCALES, OUTPUTS[n], strict=True)] for n in (3, 5)}
 INPUTS = [[*np.poly([y for y in POINTS if y != x])[::-1], 0.0] for x in POINTS] + [[*np.poly(POINTS)[::-1]]]
-"""A, G and B transposed (Lavin and Gray, section 4), by the construction of Cook and Toom."""
+"""A by the side of a tile, G by that of the kernel, and B transposed (Lavin and Gray, section 4; Cook and Toom)."""
 
 CACHED_PART = 4
 """One over the part of L2 that a block's tiles take, transformed and multiplied."""
@@ -60,14 +57,15 @@ Matrix = Sequence[Sequence[float]]
 
 
 class Winograd(Channels):
-    """3 x 3 convolution of stride 1 by Winograd's algorithm."""
+    """3 x 3 or 5 x 5 convolution of stride 1 by Winograd's algorithm."""
 
     algorithm = "winograd"
 
     def fits(self, target: Target) -> bool:
         layer, sides = self.stage.layer, (*self.stage.input_shape[:2], *self.stage.output_shape[:2])
         tiled = not self.pool or self.pool.window.size == self.pool.window.stride == 2
-        return super().fits(target) and layer.kernel == 3 and layer.stride == 1 and tiled and min(sides) >= SIDE
+        fits = super().fits(target) and layer.kernel in WEIGHTS and layer.stride == 1
+        return fits and tiled and min(sides) > LINE - layer.kernel
 
     def work(self, target: Target, images: int, needs_dx: bool) -> dict[str, Work]:
         (height, width, channels), filters = self.stage.input_shape, self.stage.layer.filters
@@ -76,8 +74,9 @@ class Winograd(Channels):
             wide = panel_width((self.shape[0], self.shape[1]), self.window, filters, target)
             found["backward_weights"] = self._tiling(target).gradient(wide, images)
         if "backward_input" in found:
-            packing = (math.log2(target.lanes) + 2) * 9 * channels * filters / target.lanes / images
-            back = Tiling((height, width), False, filters, channels, target).sums(images)
+            kernel = self.stage.layer.kernel
+            packing = (math.log2(target.lanes) + 2) * kernel**2 * channels * filters / target.lanes / images
+            back = Tiling((height, width), kernel, False, (filters, channels), target).sums(images)
             found["backward_input"] = Work(back.macs, back.cycles + packing, back.tile)
         return found
 
@@ -86,14 +85,16 @@ class Winograd(Channels):
 
     def _tiling(self, target: Target) -> Tiling:
         channels, filters = self.stage.input_shape[2], self.stage.layer.filters
-        return Tiling((self.shape[0], self.shape[1]), self.pool is not None, channels, filters, target)
+        counts, kernel = (self.shape[0], self.shape[1]), self.stage.layer.kernel
+        return Tiling(counts, kernel, self.pool is not None, (channels, filters), target)
 
     def computed(self, what: str) -> Fraction:
         if self.follows and what == BACKWARD:
             return super().computed(what)
         passes = [self.transformed] if what == FORWARD or not self.dx else [self.transformed, self.back]
         tiles = sum(math.prod(part.tiling.counts) for part in passes)
-        return Fraction(PLACES * tiles, 9 * math.prod(self.stage.output_shape[:2]) * len(passes))
+        direct = self.stage.layer.kernel**2 * math.prod(self.stage.output_shape[:2])
+        return Fraction(PLACES * tiles, direct * len(passes))
 
     def fewer(self, what: str) -> str:
         return super().fewer(what) or TRANSFORMED
@@ -120,7 +121,7 @@ class Tiling:
     """How a pass goes over an image, to (U, V) outputs, or to as many windows of which each is a tile.
 
     Attributes:
-        counts: rows and columns of tiles. channels, filters: C, F.
+        side: of a tile of outputs. counts: rows and columns of tiles. channels, filters: C, F.
         rows: of tiles in a block. images: in a block, which brings the weights, or their sums, once; one where a block
             is part of an image.
         block: tiles of an image in a block. blocks: of an image; the last one may be smaller.
@@ -130,9 +131,10 @@ class Tiling:
     """
 
     def __init__(
-        self, counts: tuple[int, int], pooled: bool, channels: int, filters: int, target: Target, parts: int = 1
+        self, counts: tuple[int, int], kernel: int, pooled: bool, sizes: tuple[int, int], target: Target, parts: int = 1
     ) -> None:
-        cells = SIDE // 2 if pooled else SIDE
+        self.side, (channels, filters) = LINE - kernel + 1, sizes
+        cells = self.side // 2 if pooled else self.side
         self.counts = -(-counts[0] // cells), -(-counts[1] // cells)
         self.channels, self.filters, self.target = channels, filters, target
         row = 4 * PLACES * self.counts[1] * (channels + filters)
@@ -178,13 +180,13 @@ class WinogradPass:
     """The geometry of one pass.
 
     Args:
-        conv: as without Winograd, 3 x 3 taps, stride 1, and windows of 2 x 2 if any.
+        conv: as without Winograd, stride 1, and windows of 2 x 2 if any.
         arena: whose room for a kernel holds the transformed weights, or their gradient, [place][panels].
             In `predict` the weights have room of their own.
         after: floats of that room that hold the weights themselves, turned.
 
     Attributes:
-        tiling: how it goes over an image. cell: pixels from window to window. sides: (U, V) in pixels.
+        kernel: side. tiling: how it goes over an image. cell: pixels from window to window. sides: (U, V) in pixels.
         panels: of the weights of one place (C, F). kept: where they have their room.
         inputs, outputs: so many floats into the room lie the block's tiles, [place][tile][channel] and
             [place][tile][filter].
@@ -195,7 +197,8 @@ class WinogradPass:
     def __init__(self, arena: Arena, conv: Sum, target: Target, after: int = 0) -> None:
         channels, filters = conv.x.shape[2], conv.panels.outputs
         self.conv, self.arena, self.panels = conv, arena, replace(conv.panels, rows=channels)
-        self.tiling = Tiling(conv.counts, conv.windows is not None, channels, filters, target, conv.parts)
+        self.kernel, pooled = conv.kernel[0], conv.windows is not None
+        self.tiling = Tiling(conv.counts, self.kernel, pooled, (channels, filters), target, conv.parts)
         self.cell = 2 if conv.windows else 1
         self.sides = conv.counts[0] * self.cell, conv.counts[1] * self.cell
         tiles = self.tiling.images * self.tiling.block + target.registers  # the last sums are of as many rows as all
@@ -242,13 +245,14 @@ class WinogradPass:
     def transform_weights(self, k: Emitter, weights: Pointer) -> None:
         """Fill the transformed weights."""
         channels = self.panels.rows
-        # a channel, a vector of filters: 3 x 3 taps to 6 x 6 places
+        # a channel, a vector of filters: the taps to 6 x 6 places
         for panel in self.conv.panels.each(k):
             unit = panel.unit
             source, target = panel.at(weights), replace(panel, panels=self.panels).at(self.weights(k))
             with k.loop(channels) as c, k.loop(panel.width) as v:
                 taps, place = (pointer.at(c, unit).at(v, k.lanes) for pointer in (source, target))
-                _expand_square(k, WEIGHTS, taps, (3 * channels * unit, channels * unit), place, self.strides[0])
+                strides = self.kernel * channels * unit, channels * unit
+                _expand_square(k, WEIGHTS[self.kernel], taps, strides, place, self.strides[0])
 
     def _transform_inputs(self, k: Emitter, n: ir.Value, start: ir.Value, rows: int, tile: ir.Value) -> None:
         """Transform the patches of some rows of tiles, which take their places from `tile` on."""
@@ -267,8 +271,8 @@ class WinogradPass:
         """Return the row and column of a tile's first output."""
         corner = []
         for at, side in zip((u, v), self.sides, strict=True):
-            first = k.builder.mul(at, INDEX(SIDE))
-            corner.append(k.least(first, INDEX(side - SIDE)) if side % SIDE else first)
+            first = k.builder.mul(at, INDEX(self.tiling.side))
+            corner.append(k.least(first, INDEX(side - self.tiling.side)) if side % self.tiling.side else first)
         return corner[0], corner[1]
 
     def _multiply(self, k: Emitter, tiles: ir.Value, rows: int) -> None:
@@ -293,21 +297,21 @@ class WinogradPass:
         self, k: Emitter, n: ir.Value, start: ir.Value, rows: int, tile: ir.Value, bias: Pointer | None
     ) -> None:
         """Store the outputs of some rows of tiles, whose places are from `tile` on."""
-        conv, cell, apart = self.conv, self.cell, self.conv.parts > 1
-        # a tile, a vector of filters: 6 x 6 places to 4 x 4 outputs
+        conv, cell, side, apart = self.conv, self.cell, self.tiling.side, self.conv.parts > 1
+        # a tile, a vector of filters: 6 x 6 places to the outputs
         with k.loop(rows) as a, k.loop(self.tiling.counts[1]) as v:
             u = k.builder.add(start, a)
             top, left = self._corner(k, u, v)
             row = self._tile(self.room(k) + self.outputs, self.output_row, tile, a, v)
             for panel in replace(self.panels, width=1).each(k):
                 places = _load_square(k, panel.outputs(row), self.strides[2])
-                made = _both_ways(k, _contract, OUTPUTS, places)
+                made = _both_ways(k, _contract, OUTPUTS[side], places)
                 # where the last tile overlaps one that another part may do, what that one stores counts
-                is_first = k.builder.icmp_signed("==", top, k.builder.mul(u, INDEX(SIDE)))
+                is_first = k.builder.icmp_signed("==", top, k.builder.mul(u, INDEX(side)))
                 # its pixels, or windows of the pool
-                for i in range(0, SIDE, cell):
-                    with k.builder.if_then(is_first) if apart and i < -self.sides[0] % SIDE else nullcontext():
-                        for j in range(0, SIDE, cell):
+                for i in range(0, side, cell):
+                    with k.builder.if_then(is_first) if apart and i < -self.sides[0] % side else nullcontext():
+                        for j in range(0, side, cell):
                             window = [[value] for line in made[i : i + cell] for value in line[j : j + cell]]
                             place = [k.builder.add(first, INDEX(o)) for first, o in ((top, i), (left, j))]
                             conv.finish(k, window, bias, panel, (n, *(k.builder.udiv(at, INDEX(cell)) for at in place)))
@@ -333,23 +337,24 @@ class WinogradPass:
         self, k: Emitter, d: NHWC, n: ir.Value, start: ir.Value, rows: int, tile: ir.Value
     ) -> None:
         """Likewise the outputs' gradients."""
+        side = self.tiling.side
         with k.loop(rows) as a, k.loop(self.tiling.counts[1]) as v:
             u = k.builder.add(start, a)
             corner = self._corner(k, u, v)
             # where a tile overlaps the one before, what that one has counted is 0
-            starts = [k.builder.mul(at, INDEX(SIDE)) for at in (u, v)]
+            starts = [k.builder.mul(at, INDEX(side)) for at in (u, v)]
             counted = [k.builder.icmp_signed("!=", *pair) for pair in zip(starts, corner, strict=True)]
             place = self._tile(self.room(k) + self.outputs, self.output_row, tile, a, v)
             for panel in replace(self.panels, width=1).each(k):
                 source = panel.outputs(d.pixel(k, n, *corner))
-                # 4 x 4 gradients to 6 x 6 places
-                square = [[k.zero()] * SIDE for _ in range(SIDE)]
-                for i, j in itertools.product(range(SIDE), range(SIDE)):
+                # the gradients to 6 x 6 places
+                square = [[k.zero()] * side for _ in range(side)]
+                for i, j in itertools.product(range(side), range(side)):
                     square[i][j] = k.load_part(source + (i * d.row + j * d.column), panel.valid[0])
-                    for before, at, side in zip(counted, (i, j), self.sides, strict=True):
-                        if at < -side % SIDE:
+                    for before, at, pixels in zip(counted, (i, j), self.sides, strict=True):
+                        if at < -pixels % side:
                             square[i][j] = k.select(before, k.zero(), square[i][j])
-                _store_square(k, _both_ways(k, _expand, OUTPUTS, square), panel.outputs(place), self.strides[2])
+                _store_square(k, _both_ways(k, _expand, OUTPUTS[side], square), panel.outputs(place), self.strides[2])
 
     def _add_outer_products(self, k: Emitter, tiles: ir.Value) -> None:
         """Add inputs times outputs to the sums, tile by tile."""
@@ -366,13 +371,13 @@ class WinogradPass:
     def _add_weights(self, k: Emitter, dw: Pointer) -> None:
         """Add the sums, transformed back, to the gradient."""
         channels = self.panels.rows
-        # a channel, a vector of filters: 6 x 6 places to 3 x 3 taps
+        # a channel, a vector of filters: 6 x 6 places to the taps
         for panel in self.conv.panels.each(k):
             unit = panel.unit
             source, target = replace(panel, panels=self.panels).at(self.room(k)), panel.at(dw)
             with k.loop(channels) as c, k.loop(panel.width) as v:
                 places = _load_square(k, source.at(c, unit).at(v, k.lanes), self.strides[0])
-                for i, value in enumerate(itertools.chain(*_both_ways(k, _contract, WEIGHTS, places))):
+                for i, value in enumerate(itertools.chain(*_both_ways(k, _contract, WEIGHTS[self.kernel], places))):
                     tap = target.at(c, unit).at(v, k.lanes) + i * channels * unit
                     k.store(k.add(k.load(tap), value), tap)
 

@@ -1,7 +1,7 @@
 """`winograd-argmax`: the forward pass of `winograd`, and gradients through the argmax as in `channels-argmax`.
 
-Gain: 3 x 3 convolutions of many channels before a max-pool. For the second convolution of Keras's MNIST convnet,
-batch 1, 508,511 cycles, 633,138 by `channels-argmax`.
+Gain: many channels before a max-pool. For the second convolution of Keras's MNIST convnet, batch 1, 508,511 cycles,
+633,138 by `channels-argmax`.
 """
 
 from __future__ import annotations
@@ -11,6 +11,6 @@ from cnnexp.backends.simd.algorithms.convolution.winograd import Winograd
 
 
 class WinogradArgmax(Winograd, ChannelsArgmax):
-    """3 x 3 convolution of stride 1 by Winograd's algorithm, gradients through the argmax of the max-pool after it."""
+    """Convolution by Winograd's algorithm, gradients through the argmax of the max-pool after it."""
 
     algorithm = "winograd-argmax"
