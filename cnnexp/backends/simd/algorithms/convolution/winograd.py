@@ -41,7 +41,7 @@ PLACES = LINE**2
 
 POINTS = (0.0, 0.75, -0.75, 1.5, -1.5)
 """Where polynomials are evaluated, besides at infinity. These are short binary fractions, and round less than the usual
-ones, with 1 and 2: the gradients' errors are 1.7 times those of a direct convolution."""
+ones, with 1 and 2: the gradients' errors are 1.7 times those of a direct convolution, 2.0 with 5 x 5."""
 
 SCALES = [*(1 / math.prod(x - y for y in POINTS if y != x) for x in POINTS), 1]
 OUTPUTS = {n: [*([x**i for i in range(n)] for x in POINTS), [*[0.0] * (n - 1), 1.0]] for n in range(2, LINE)}
