@@ -186,7 +186,7 @@ class WinogradPass:
         after: floats of that room that hold the weights themselves, turned.
 
     Attributes:
-        kernel: side. tiling: how it goes over an image. cell: pixels from window to window. sides: (U, V) in pixels.
+        kernel: its side. tiling: of an image in blocks. cell: pixels from window to window. sides: (U, V) in pixels.
         panels: of the weights of one place (C, F). kept: where they have their room.
         inputs, outputs: so many floats into the room lie the block's tiles, [place][tile][channel] and
             [place][tile][filter].
