@@ -22,9 +22,7 @@ C = TypeVar("C", bound=type)
 ENTRY_POINTS = "cnnexp_plugins"
 VARIABLE = "CNNEXP_PLUGINS"  # files and modules, with os.pathsep between; child processes inherit it
 
-_added: dict[str, dict[str, type]] = {
-    group: {} for group in ("model", "layer", "backend", "optimizer", "dataset", "workers")
-}
+_added: dict[str, dict[str, type]] = {g: {} for g in ("model", "layer", "backend", "optimizer", "dataset", "workers")}
 _shipped: dict[str, Mapping[str, object]] = {}
 
 

@@ -27,7 +27,7 @@ def module_of(plan, keyed=True):
 
 
 def test_more_equal_blocks_are_no_more_kernels(monkeypatch):
-    """And most of their kernels are not even emitted."""
+    """And most of their kernels are not even emitted; some call functions of their own."""
     plans = [Plan(ResNet(blocks=blocks).network((16, 16, 3), 10), HOST, 1, 8) for blocks in (3, 5)]
     few, many = ([*plan.forward, *plan.backward] for plan in plans)
     assert len(many) > len(few) + 80
@@ -36,7 +36,7 @@ def test_more_equal_blocks_are_no_more_kernels(monkeypatch):
         emit = kernel._emit
         monkeypatch.setattr(kernel, "_emit", lambda k, emit=emit: (emitted.append(emit), emit(k)))
     of_few, of_many = ([f for f in module_of(plan).functions if not f.is_declaration] for plan in plans)
-    assert len(of_few) == len(of_many) < len(few) / 2
+    assert len(of_few) == len(of_many) < len(few)
     assert len(emitted) < len(many) / 2
 
 

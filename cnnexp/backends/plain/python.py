@@ -196,9 +196,7 @@ def _taps(p: int, q: int, window: Window, height: int, width: int) -> list[tuple
     """Return the places (i, j) of the window at (p, q) that lie inside the image, with their (row, column) there."""
     rows = [(i, p * window.stride + i * window.dilation - window.top) for i in range(window.size)]
     columns = [(j, q * window.stride + j * window.dilation - window.left) for j in range(window.size)]
-    return [
-        (i, j, row, column) for i, row in rows for j, column in columns if 0 <= row < height and 0 <= column < width
-    ]
+    return [(i, j, r, c) for i, r in rows for j, c in columns if 0 <= r < height and 0 <= c < width]
 
 
 def _zeros(like: np.ndarray) -> Any:

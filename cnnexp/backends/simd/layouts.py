@@ -104,6 +104,10 @@ class Tensor:
         first = self.stored(k, image) + (self.halo.top * self.row + self.halo.left * self.column)
         return first.at(row, self.row * self.halo.step).at(column, self.column * self.halo.step)
 
+    def apart(self, rows: int, columns: int) -> int:
+        """Return the floats from a pixel to the one so much further."""
+        return (rows * self.row + columns * self.column) * self.halo.step
+
 
 class Blocked(Tensor):
     """Images (H, W, C), the batch in lanes."""

@@ -6,18 +6,19 @@ Then it asks every node for its forward and backward kernels.
 from __future__ import annotations
 
 import contextlib
-import functools
 import io
 import math
 import pickle
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 from cnnexp.backends.parts import BACKWARD, FORWARD, Part
 from cnnexp.backends.simd.algorithms.batch_norm import AHEAD, BatchNormNode
 from cnnexp.backends.simd.algorithms.convolution.base import ConvolutionNode
+from cnnexp.backends.simd.algorithms.convolution.winograd import Winograd
 from cnnexp.backends.simd.algorithms.cost import MACS, Work
 from cnnexp.backends.simd.algorithms.dropout import DropoutNode
 from cnnexp.backends.simd.algorithms.elementwise import ElementwiseNode
@@ -95,14 +96,13 @@ class Plan:
             node.prepare(self)
         self.arena.place_shared(scratch=bool(self._cuts))
         self.brought = self._bring() if self._cuts and not self.owns else {}
-        gather = functools.partial(gather_lanes if isinstance(nodes[0].x, Blocked) else gather_rows, y=nodes[0].x)
+        gather = partial(gather_lanes if isinstance(nodes[0].x, Blocked) else gather_rows, y=nodes[0].x)
         self.gather: dict[str, Kernels] = {
-            name: [("gather", functools.partial(gather, pixel=kind))]
-            for name, kind in (("uint8", BYTE), ("float32", FLOAT))
+            name: [("gather", partial(gather, pixel=kind))] for name, kind in (("uint8", BYTE), ("float32", FLOAT))
         }
         self.dropouts = [node for node in nodes if isinstance(node, DropoutNode)]
         self.draws: Kernels = [
-            (f"{node.name}.draw", functools.partial(node.draw, number=i)) for i, node in enumerate(self.dropouts)
+            (f"{node.name}.draw", partial(node.draw, number=i)) for i, node in enumerate(self.dropouts)
         ]
         self.setup = self._named(FORWARD, nodes, lambda node: node.setup(self)) if target.forward_only else []
         self.scores, self.d_scores = cast(NC, nodes[-1].y), cast(NC, nodes[-1].dy)
@@ -146,7 +146,7 @@ class Plan:
         return next(trained, len(self.nodes))
 
     def updates(self, optimizer: Optimizer) -> Kernels:
-        return [(name, functools.partial(emit, optimizer=optimizer)) for name, emit in self._updates]
+        return [(name, partial(emit, optimizer=optimizer)) for name, emit in self._updates]
 
     def _named(
         self, what: str, nodes: Iterable[Node], kernels_of: Callable[[Node], Sequence[tuple[str, Callable[..., None]]]]
@@ -157,7 +157,7 @@ class Plan:
             for node in nodes
             for name, emit in kernels_of(node)
             for brought in [self.brought.get((node.name, name), [])]
-            for key in [functools.partial(self._key, node, what, name, brought)]
+            for key in [partial(self._key, node, what, name, brought)]
             for parts in [node.parts if name == FORWARD else 1]
         ]
 
@@ -169,7 +169,8 @@ class Plan:
         """Return what the convolutions' kernels bring near of the next tile, by the names of node and kernel.
 
         What the normalizations before them read, which has left the caches: else memory waits while a convolution
-        computes, and then they for memory. One thread, batch 128, Zen 5: MobileNet takes 0.92 of the time.
+        computes, and then they for memory. One thread, batch 128, Zen 5: MobileNet takes 0.92 of the time. Not by
+        Winograd's kernels, which gain nothing by it.
         """
         found: dict[tuple[str, str], list[Tensor]] = {}
         for what, nodes in ((FORWARD, self.nodes), (BACKWARD, self.nodes[::-1])):
@@ -177,7 +178,7 @@ class Plan:
             for node in nodes:
                 if isinstance(node, BatchNormNode):
                     read = [node.x] if what == FORWARD else [node.x, node.dy]
-                elif isinstance(node, ConvolutionNode) and read:
+                elif isinstance(node, ConvolutionNode) and not isinstance(node, Winograd) and read:
                     passes = node.forward(self) if what == FORWARD else node.backward(self)
                     kernels = [name for name, _ in passes if name.startswith(what)]
                     again = self._again.get(self._backward(self.nodes.index(node)), ()) if what == BACKWARD else ()

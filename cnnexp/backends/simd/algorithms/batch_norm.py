@@ -143,13 +143,11 @@ class BatchNormNode(Node[Tensor, Tensor]):
     def backward(self, plan: Layout) -> Kernels:
         return [("sums", lambda k: self._sums(k, plan)), *(super().backward(plan) if self.dx else [])]
 
-    def _gradient(
-        self, k: Emitter, block: Block, everywhere: bool
-    ) -> Callable[[Pixels], list[tuple[ir.Value, ir.Value]]]:
+    def _gradient(self, k: Emitter, block: Block, whole: bool) -> Callable[[Pixels], list[tuple[ir.Value, ir.Value]]]:
         """Return what gives, of pixels, the distances of x from the mean and the gradient before the ReLU.
 
         Args:
-            everywhere: or of a window's pixels only of the largest, as the others have no gradient.
+            whole: or of a window's pixels only of the largest, as the others have no gradient.
         """
         mean, scale, shift = (block.constants(k.arena + self.table[name]) for name in ("mean", "scale", "shift"))
 
@@ -158,16 +156,16 @@ class BatchNormNode(Node[Tensor, Tensor]):
             values = [k.fma(distance, scale[u], shift[u]) for u, distance in enumerate(distances)]
             gradients = [pixels.inside(k.load(dy)) for dy in pixels.places(self.dy)]
             if self.window:
-                values, marks = block.maxima(values, None if everywhere else distances)
+                values, marks = block.maxima(values, None if whole else distances)
             if self.rectifies_dy:
                 gradients = [k.where_positive(value, dy) for value, dy in zip(values, gradients, strict=True)]
-            if self.window and everywhere:
+            if self.window and whole:
                 gradients = [
                     k.select(k.equal(where, code), dy, k.zero())
                     for code in range(self.window**2)
                     for where, dy in zip(marks, gradients, strict=True)
                 ]
-            return list(zip(marks if self.window and not everywhere else distances, gradients, strict=True))
+            return list(zip(marks if self.window and not whole else distances, gradients, strict=True))
 
         return found
 
@@ -175,7 +173,7 @@ class BatchNormNode(Node[Tensor, Tensor]):
         """Leave the tile's sums of dy and of dy * n, n being x normalized; they are the parameters' gradients."""
         rows = {name: k.arena + offset for name, offset in self.table.items()}
         for block in self._blocks(k):
-            gradients = self._gradient(k, block, everywhere=False)
+            gradients = self._gradient(k, block, whole=False)
             sums, products = (k.variables(block.vectors if self.window else len(block.valid)) for _ in range(2))
             for pixels in block.pixels():
                 for total, product, (distance, gradient) in zip(sums, products, gradients(pixels), strict=True):
@@ -197,7 +195,7 @@ class BatchNormNode(Node[Tensor, Tensor]):
     def emit_backward(self, k: Emitter, plan: Layout) -> None:
         """dx = scale * dy + slope * (x - mean) + level."""
         for block in self._blocks(k):
-            gradients = self._gradient(k, block, everywhere=True)
+            gradients = self._gradient(k, block, whole=True)
             names = ("scale", "slope", "level")
             scale, slope, level = (block.constants(k.arena + self.table[name]) for name in names)
             for pixels in block.pixels():

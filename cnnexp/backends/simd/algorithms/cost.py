@@ -119,29 +119,25 @@ def lane_sums(pixels: int, filters: int, counts: int, outputs: int, terms: int, 
     late = bring(pixels * target.lanes, 2 * seen, target) if 2 * seen > target.l1_bytes else 0.0
     if seen + weights > target.l1_bytes:  # the weights of a tap lie on a line of their own, which nothing foresees
         late += 2 * bring(LINE_BYTES // 4, max(weights, target.l1_bytes + 1), target)
-    cycles = sum(
-        times
-        * (terms * (max(pixels * wide / MACS, (pixels + wide) / LOADS, 4) + STALL_FRACTION * late) + finish * wide)
-        for _, wide, times in chunks(outputs, filters)
-    )
-    cycles *= counts / target.lanes
+    cycles = 0.0
+    for _, wide, times in chunks(outputs, filters):
+        step = max(pixels * wide / MACS, (pixels + wide) / LOADS, 4) + STALL_FRACTION * late
+        cycles += times * (terms * step + finish * wide) * counts / target.lanes
     return Work(float(counts * pixels * outputs * terms), cycles, f"{pixels} pixels x {filters} filters")
 
 
-def events(
-    cells: int, window: int, outputs: int, runs: int, run: int, visits: int, held: float, target: Target
-) -> Work:
+def events(cells: int, window: int, outputs: int, runs: int, run: int, times: int, held: float, target: Target) -> Work:
     """Return the work of gradients that follow the argmax: two multiply-adds, two loads and a store a vector.
 
     Args:
         cells, outputs: pooled ones, of each filter. window: pixels of one. runs, run: the patch's, of so many floats.
-        visits: how often an event is taken up, for a part of its patch each time. held: bytes of x and dx between that.
+        times: how often an event is taken up, for a part of its patch each time. held: bytes of x and dx between that.
     """
     vectors = runs * -(-run // target.lanes)
     listed = listing(cells, window, outputs, target)
     late = 2 * bring(target.lanes, held, target) if held > target.l1_bytes else 0.0
-    following = RELU_DENSITY * cells * outputs * ((1.2 + ROW_STALL_FRACTION * late) * vectors + 4.5 * visits)
-    return Work(2.0 * cells * outputs * runs * run, listed + following, f"{-(-vectors // visits)} vectors of a filter")
+    following = RELU_DENSITY * cells * outputs * ((1.2 + ROW_STALL_FRACTION * late) * vectors + 4.5 * times)
+    return Work(2.0 * cells * outputs * runs * run, listed + following, f"{-(-vectors // times)} vectors of a filter")
 
 
 def listing(cells: int, window: int, outputs: int, target: Target) -> float:

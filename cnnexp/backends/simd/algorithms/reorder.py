@@ -71,9 +71,7 @@ def to_lanes(
     # a block of lanes x lanes, transposed
     for block, valid in k.vectors(size):
         at = k.builder.mul(block, INDEX(k.lanes))
-        rows = [
-            k.builder.select(within, k.load(source.at(at) + n * stride), k.zero()) for n, within in enumerate(inside)
-        ]
+        rows = [k.select(within, k.load(source.at(at) + n * stride), k.zero()) for n, within in enumerate(inside)]
         for i, value in enumerate(k.transpose(rows)[:valid]):
             for place in positive:
                 value = k.where_positive(k.load(place.at(at, k.lanes) + i * k.lanes), value)

@@ -42,9 +42,7 @@ def maximum(k: Emitter, window: Sequence[ir.Value]) -> tuple[ir.Value, tuple[ir.
     return k.builder.select(k.larger_of(right, left), right, left), (pair, within)
 
 
-def store_codes(
-    k: Emitter, first: tuple[ir.Value, ir.Value], second: tuple[ir.Value, ir.Value], target: Pointer
-) -> None:
+def store_codes(k: Emitter, first: tuple[ir.Value, ir.Value], second: tuple[ir.Value, ir.Value], at: Pointer) -> None:
     """Store the codes of two vectors of `maximum`, one word."""
     pair, within = (k.intrinsic(intrinsics.PACK_8, SHORT, *signs) for signs in zip(first, second, strict=True))
     upper = k.builder.and_(pair, ir.Constant(SHORT, [WORD(0xFF00)] * SHORT.count))
@@ -52,7 +50,7 @@ def store_codes(
     kind = ir.VectorType(BYTE, 2 * SHORT.count)
     signs = k.builder.bitcast(k.builder.or_(upper, lower), kind)
     negative = k.builder.icmp_signed("<", signs, ir.Constant(kind, None))
-    k.builder.store(k.builder.bitcast(negative, INT), target.value(INT), align=4)
+    k.builder.store(k.builder.bitcast(negative, INT), at.value(INT), align=4)
 
 
 def shifts(k: Emitter, vector: ir.Value) -> ir.Value:

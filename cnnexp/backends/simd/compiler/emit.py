@@ -237,11 +237,9 @@ class Emitter:
         self, down: tuple[int, int], across: tuple[int, int], parts: int = 1
     ) -> Iterator[tuple[ir.Value, int, ir.Value, int]]:
         """Run what follows for every chunk of the first (total, most), which parts share, with all of the second."""
-        for (u, height, *turns), (v, width, times) in itertools.product(
-            self.turns(chunks(*down), parts), chunks(*across)
-        ):
+        for (u, high, *turns), (v, wide, times) in itertools.product(self.turns(chunks(*down), parts), chunks(*across)):
             with self.loop(*turns) as i, self.loop(times) as j:
-                yield self.scaled(i, height, u), height, self.scaled(j, width, v), width
+                yield self.scaled(i, high, u), high, self.scaled(j, wide, v), wide
 
     def vectors(self, count: int, parts: int = 1) -> Iterator[tuple[ir.Value, int]]:
         """Run what follows for every vector of `count` elements: its number, and how many of its lanes count."""
@@ -254,13 +252,22 @@ class Emitter:
             with nullcontext() if parts == 1 else self.loop(*last):
                 yield INDEX(whole), rest
 
-    def call(self, name: str, emit: Callable[[Emitter, ir.Value], None], index: ir.Value) -> None:
-        """Call emit(k, index) as a function of its own, on the same buffers: registers are allocated by function."""
+    def call(
+        self, name: str, emit: Callable[[Emitter, ir.Value], None], index: ir.Value, first: Sequence[Pointer] = ()
+    ) -> None:
+        """Call emit(k, index) as a function of its own, with its own registers, on the same buffers after `first`."""
         *same, _, table = self.function.args
+        same[: len(first)] = [pointer.value(FLOAT) for pointer in first]
         function = define(
             self.module, f"{self.function.name}.{name}", same, self.target, lambda k: emit(k, k.index), self.offsets
         )
         self.builder.call(function, [*same, index, table])
+
+    def opaque(self, pointer: Pointer) -> Pointer:
+        """Return the same address: LLVM's search for what loops best count takes long where it depends on five."""
+        kind = pointer.value(FLOAT).type
+        same = ir.InlineAsm(ir.FunctionType(kind, [kind]), "", "=r,0")
+        return Pointer(self, self.builder.call(same, [pointer.value(FLOAT)]))
 
     def _as_it_is(self) -> ir.values.MDValue:
         """Return a mark for a loop that LLVM shall not unroll: it may take minutes over nested ones."""
@@ -570,10 +577,8 @@ class Kernel:
         parts: that it is cut into, one after the other where nobody says which.
     """
 
-    def __init__(
-        self, emit: Callable[..., None], key: Callable[[], tuple[bytes, list[Offset]]], parts: int = 1
-    ) -> None:
-        self._emit, self.key, self.parts = emit, key, parts
+    def __init__(self, run: Callable[..., None], key: Callable[[], tuple[bytes, list[Offset]]], parts: int = 1) -> None:
+        self._emit, self.key, self.parts = run, key, parts
 
     def __call__(self, k: Emitter, **options: object) -> None:
         self._emit(k, **options)
@@ -638,7 +643,9 @@ def define(
     k = Emitter(function, target, offsets)
     emit(k)
     k.builder.ret_void()
-    code = ",".join(str(argument.type) for argument in like) + "".join(str(block) for block in function.blocks)
+    function.descr_body(body := list[str]())
+    function.descr_body = lambda text: text.extend(body)  # once: it takes as long as all else here
+    code = ",".join(str(argument.type) for argument in like) + "".join(body)
     same, _ = _known.setdefault(module, {}).setdefault(code, (function, []))
     if same is not function:
         del module.globals[function.name]

@@ -24,25 +24,17 @@ SLEEP = 0 if os.name == "nt" else 50
 """Microseconds; on Windows, whose sleep is many ms, the core is offered to others."""
 
 pause = emitted(
-    types.void,
-    lambda builder: host_target().has(PAUSE) and call(builder, host_target().features, PAUSE, ir.VoidType(), []),
+    types.void, lambda b: host_target().has(PAUSE) and call(b, host_target().features, PAUSE, ir.VoidType(), [])
 )
 """Tell the core that this is a waiting loop, so that another thread of the same core runs faster."""
 
-store_release = emitted(
-    types.void,
-    lambda builder, flags, index, value: builder.store_atomic(value, builder.gep(flags, [index]), "release", 8),
-)
+store_release = emitted(types.void, lambda b, flags, i, value: b.store_atomic(value, b.gep(flags, [i]), "release", 8))
 """(flags, index, value): flags[index] = value, after all that this thread wrote before."""
 
-load_acquire = emitted(
-    int64, lambda builder, flags, index: builder.load_atomic(builder.gep(flags, [index]), "acquire", 8)
-)
+load_acquire = emitted(int64, lambda b, flags, i: b.load_atomic(b.gep(flags, [i]), "acquire", 8))
 """(flags, index): flags[index], before all that this thread reads after."""
 
-fetch_add = emitted(
-    int64, lambda builder, flags, index, more: builder.atomic_rmw("add", builder.gep(flags, [index]), more, "acq_rel")
-)
+fetch_add = emitted(int64, lambda b, flags, i, more: b.atomic_rmw("add", b.gep(flags, [i]), more, "acq_rel"))
 """(flags, index, more): flags[index], to which it adds as one operation that no other thread gets between."""
 
 _sleep = types.ExternalFunction("Sleep" if os.name == "nt" else "usleep", int32(uint32))

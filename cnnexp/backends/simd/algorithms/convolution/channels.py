@@ -15,6 +15,7 @@ Gain: many channels, or few images. By it rather than `lanes` for the first conv
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Sequence
@@ -33,6 +34,10 @@ CACHED_PART = (3, 4)
 
 LEAST_TERMS = 48
 """Terms that a tile adds to its sums before they go back to memory, at least."""
+
+
+Cells = dict[tuple[int, int], list[list[ir.Value]]]
+"""The sums of each cell, pixel by pixel and vector by vector, by how many rows and columns from a first one it is."""
 
 
 class Channels(ConvolutionNode[NHWC]):
@@ -137,10 +142,8 @@ class Channels(ConvolutionNode[NHWC]):
                     add_products(k, totals, at, places, panel.at(weights).at(low, run * panel.unit), steps)
                     # each cell: its maximum, bias and ReLU
                     values = [[total.get() for total in row] for row in totals]
-                    for number, (a, b) in enumerate(cells):
-                        window = values[number * size * size : (number + 1) * size * size]
-                        cell_at = k.builder.add(u, INDEX(a)), k.builder.add(v, INDEX(b))
-                        conv.finish(k, window, bias, panel, (n, *cell_at))
+                    windows = [values[first : first + size * size] for first in range(0, len(values), size * size)]
+                    conv.finish(k, dict(zip(cells, windows, strict=True)), bias, panel, (n, u, v))
 
     def backward_weights(self, k: Emitter, plan: Layout) -> None:
         dw, db = plan.parameters.of(self.stage, k.gradients)
@@ -216,10 +219,16 @@ class Channels(ConvolutionNode[NHWC]):
                     blocks = itertools.product(enumerate(panel.valid), enumerate(other.valid))
                     for (vector, valid), (part, inside) in blocks:
                         block = corner + (part * k.lanes * unit + vector * k.lanes)
-                        # a block: filters from the lanes to the rows
-                        lines = [k.load(block + i * unit) if i < inside else k.zero() for i in range(k.lanes)]
-                        for i, value in enumerate(k.transpose(lines)[:valid]):
-                            k.store(value, place + ((vector * k.lanes + i) * other_unit + part * k.lanes))
+                        turned = place + (vector * k.lanes * other_unit + part * k.lanes)
+                        turn = functools.partial(_turn, rows=(inside, unit), turned=(valid, other_unit))
+                        k.call("turn", turn, k.count, (block, turned))
+
+
+def _turn(k: Emitter, _: ir.Value, rows: tuple[int, int], turned: tuple[int, int]) -> None:
+    """Transpose a block, the first buffer, of so many rows so many floats apart, to the second buffer."""
+    lines = [k.load(k.buffers[0] + i * rows[1]) if i < rows[0] else k.zero() for i in range(k.lanes)]
+    for i, value in enumerate(k.transpose(lines)[: turned[0]]):
+        k.store(value, k.buffers[1] + i * turned[1])
 
 
 @dataclass(frozen=True)
@@ -238,23 +247,24 @@ class Sum(Geometry[NHWC]):
     step: int = 1
     parts: int = 1
 
-    def finish(
-        self, k: Emitter, window: list[list[ir.Value]], bias: Pointer | None, panel: Panel, place: Sequence[ir.Value]
-    ) -> None:
-        """Store one pixel, or the maximum of a window and where it was, at the place (n, u, v)."""
-        n, u, v = place
-        target = panel.outputs(self.pixel(k, self.y, place))
-        for vector, valid in enumerate(panel.valid):
-            value, at = window[0][vector], vector * k.lanes
-            # the maximum of the window, and which pixel it was
-            if self.windows:
-                value, where = k.first_maximum([(row[vector], k.integers(code)) for code, row in enumerate(window)])
-                code = self.windows.argmax.pixel(k, n, u, v).at(panel.vector, k.lanes // 4)
-                k.store_bytes(where, code + vector * (k.lanes // 4))
-            # what follows the sum, and no lane past the last filter
-            added = None if bias is None else k.load(panel.outputs(bias) + at)
-            positive = panel.outputs(self.pixel(k, self.positive, place)) + at if self.positive else None
-            k.store_part(k.finish(value, added, self.rectify, positive), target + at, valid)
+    def finish(self, k: Emitter, cells: Cells, bias: Pointer | None, panel: Panel, place: Sequence[ir.Value]) -> None:
+        """Store pixels, or the maximum of each window and where it was; the first at the place (n, u, v)."""
+        y, windows, positive = self.y, self.windows, self.positive
+        target = k.opaque(panel.outputs(self.pixel(k, y, place)))
+        mask = k.opaque(panel.outputs(self.pixel(k, positive, place))) if positive else None
+        for (a, b), window in cells.items():
+            down, right = a * self.step, b * self.step
+            for vector, valid in enumerate(panel.valid):
+                value, at = window[0][vector], vector * k.lanes
+                # the maximum of the window, and which pixel it was
+                if windows:
+                    value, where = k.first_maximum([(row[vector], k.integers(code)) for code, row in enumerate(window)])
+                    code = windows.argmax.pixel(k, *place) + (windows.argmax.apart(a, b) + vector * (k.lanes // 4))
+                    k.store_bytes(where, code.at(panel.vector, k.lanes // 4))
+                # what follows the sum, and no lane past the last filter
+                added = None if bias is None else k.load(panel.outputs(bias) + at)
+                masked = mask + (positive.apart(down, right) + at) if mask and positive else None
+                k.store_part(k.finish(value, added, self.rectify, masked), target + (y.apart(down, right) + at), valid)
 
     def clear(self, k: Emitter) -> None:
         """Fill what no window sees with zeros."""

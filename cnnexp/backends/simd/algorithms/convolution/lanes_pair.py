@@ -175,7 +175,7 @@ class LanesPair(Node[Blocked, Blocked]):
         packed, d_packed = k.arena + self.weights, k.arena + self.gradients
         size = patch.kernel, patch.run, second.layer.filters
         argmax_gradient.pack_weights(k, weights, packed, d_packed, size, patch.row)
-        for weight, place in self._each_weight(k, self.first_weights, *first_parameters):  # for every pixel of a patch
+        for weight, place in self._each(k, self.first_weights, *first_parameters):  # for every pixel of a patch
             k.store(k.load_float(weight), place)
         places = self._first_places(k, self.first_gradients)
         totals = [k.variables(patch.patterns) for _ in places]
@@ -185,7 +185,7 @@ class LanesPair(Node[Blocked, Blocked]):
                 self._follow_events(k, n, f, totals)
         k.store_all(totals, places)
         argmax_gradient.unpack_gradients(k, d_packed, dw, size, patch.row)
-        for weight, place in self._each_weight(k, self.first_gradients, *first_gradients):
+        for weight, place in self._each(k, self.first_gradients, *first_gradients):
             k.add_to(weight, k.load_float(place))
 
     def _first_places(self, k: Emitter, at: int) -> list[list[Pointer]]:
@@ -193,9 +193,7 @@ class LanesPair(Node[Blocked, Blocked]):
         patterns = self.patch.patterns
         return k.grid(k.arena + at, len(self.patch.taps) + 1, patterns * k.lanes, patterns)
 
-    def _each_weight(
-        self, k: Emitter, at: int, weights: Pointer, bias: Pointer | None
-    ) -> Iterator[tuple[Pointer, Pointer]]:
+    def _each(self, k: Emitter, at: int, weights: Pointer, bias: Pointer | None) -> Iterator[tuple[Pointer, Pointer]]:
         """Yield, of the first convolution, (weight, a lane in use where it lies), the biases last."""
         patch, filters = self.patch, self.first.stage.layer.filters
         lanes = [lane for lane in range(patch.patterns * patch.lanes) if lane % patch.row < patch.run]

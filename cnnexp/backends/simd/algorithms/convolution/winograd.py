@@ -261,7 +261,7 @@ class WinogradPass:
             top, left = self._corner(k, k.builder.add(start, a), v)
             corner = first.at(top, x.row).at(left, x.column).at(c, k.lanes)
             place = self._tile(self.room(k) + self.inputs, self.input_row, tile, a, v).at(c, k.lanes)
-            _expand_square(k, INPUTS, corner, (x.row, x.column), place, self.strides[1])
+            _expand_square(k, INPUTS, k.opaque(corner), (x.row, x.column), k.opaque(place), self.strides[1])
 
     def _tile(self, first: Pointer, row: int, tile: ir.Value, a: ir.Value, v: ir.Value) -> Pointer:
         """Return where the tile (a, v) lies, `row` floats each, when (0, 0) is the tile with the number `tile`."""
@@ -304,17 +304,19 @@ class WinogradPass:
             top, left = self._corner(k, u, v)
             row = self._tile(self.room(k) + self.outputs, self.output_row, tile, a, v)
             for panel in replace(self.panels, width=1).each(k):
-                places = _load_square(k, panel.outputs(row), self.strides[2])
+                places = _load_square(k, k.opaque(panel.outputs(row)), self.strides[2])
                 made = _both_ways(k, _contract, OUTPUTS[side], places)
                 # where the last tile overlaps one that another part may do, what that one stores counts
                 is_first = k.builder.icmp_signed("==", top, k.builder.mul(u, INDEX(side)))
                 # its pixels, or windows of the pool
+                place = n, *(k.builder.udiv(at, INDEX(cell)) for at in (top, left))
                 for i in range(0, side, cell):
+                    cells = {
+                        (i // cell, j // cell): [[value] for line in made[i : i + cell] for value in line[j : j + cell]]
+                        for j in range(0, side, cell)
+                    }
                     with k.builder.if_then(is_first) if apart and i < -self.sides[0] % side else nullcontext():
-                        for j in range(0, side, cell):
-                            window = [[value] for line in made[i : i + cell] for value in line[j : j + cell]]
-                            place = [k.builder.add(first, INDEX(o)) for first, o in ((top, i), (left, j))]
-                            conv.finish(k, window, bias, panel, (n, *(k.builder.udiv(at, INDEX(cell)) for at in place)))
+                        conv.finish(k, cells, bias, panel, place)
 
     def conv2d_backward_weights(self, k: Emitter, d: NHWC, dw: Pointer) -> None:
         """dw += sum over pixels of x * d, packed as the weights."""
@@ -328,14 +330,12 @@ class WinogradPass:
                 with k.loop(last, start=first) as n:
                     tile = self._tiles(k, first, n, block)
                     self._transform_inputs(k, n, start, block, tile)
-                    self._transform_gradients(k, d, n, start, block, tile)
+                    self._transform_gradient(k, d, n, start, block, tile)
                 k.call("products", self._add_outer_products, self._tiles(k, first, last, block))
         # the sums transformed back, once
         self._add_weights(k, dw)
 
-    def _transform_gradients(
-        self, k: Emitter, d: NHWC, n: ir.Value, start: ir.Value, rows: int, tile: ir.Value
-    ) -> None:
+    def _transform_gradient(self, k: Emitter, d: NHWC, n: ir.Value, start: ir.Value, rows: int, tile: ir.Value) -> None:
         """Likewise the outputs' gradients."""
         side = self.tiling.side
         with k.loop(rows) as a, k.loop(self.tiling.counts[1]) as v:
@@ -344,9 +344,9 @@ class WinogradPass:
             # where a tile overlaps the one before, what that one has counted is 0
             starts = [k.builder.mul(at, INDEX(side)) for at in (u, v)]
             counted = [k.builder.icmp_signed("!=", *pair) for pair in zip(starts, corner, strict=True)]
-            place = self._tile(self.room(k) + self.outputs, self.output_row, tile, a, v)
+            place = k.opaque(self._tile(self.room(k) + self.outputs, self.output_row, tile, a, v))
             for panel in replace(self.panels, width=1).each(k):
-                source = panel.outputs(d.pixel(k, n, *corner))
+                source = k.opaque(panel.outputs(d.pixel(k, n, *corner)))
                 # the gradients to 6 x 6 places
                 square = [[k.zero()] * side for _ in range(side)]
                 for i, j in itertools.product(range(side), range(side)):

@@ -169,6 +169,7 @@ def add_products(
 ) -> None:
     """totals[m][v] += the sum over the steps of x at places[m] times vector v of w, or its `valid[v]` first lanes."""
     vector_stride, valid = steps.vector_stride or k.lanes, valid or [k.lanes] * len(totals[0])
+    x, w = k.opaque(x), k.opaque(w)
     with k.loop(steps.rows) as i:
         source, weights = x.at(i, steps.x[0]), w.at(i, steps.w[0])
         with k.loop(steps.run) as r:
