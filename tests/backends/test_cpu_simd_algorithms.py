@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 from backends.on_target import AVX2, AVX512, NETWORKS, TARGETS
 from conformance import BARELY_CLEAR, check_gradients, check_scores, clear_case, make_case, oracle, started
-from machine_code import CPUS, Cpu, KernelProgram, product_loops
+from llvmlite import ir
+from machine_code import CPUS, Cpu, KernelProgram, add_function, product_loops
 from tables import each
 
 from cnnexp import GELU, SGD, AvgPool2d, BatchNorm2d, Conv2d, Dropout, Flatten, Linear, Loss, MaxPool2d, Network, ReLU
 from cnnexp.backends import simd
 from cnnexp.backends.simd import CpuSimd
-from cnnexp.backends.simd.compiler.emit import Target
+from cnnexp.backends.simd.compiler.emit import FLOAT, INDEX, Target
 from cnnexp.backends.simd.lowering import Plan
 from cnnexp.backends.simd.planner import ALGORITHMS, allowed, candidates, choose_nodes, split
 from cnnexp.errors import ConfigError
@@ -79,6 +80,17 @@ def test_sums_of_products_stay_in_registers(cpu):
     assert len(loops) >= 6
     for loop in loops:
         assert "(%rsp)" not in loop, loop
+
+
+@pytest.mark.parametrize(("share", "together", "rows"), [(1, 1, 4), (9, 9, 12), (16, 8, 11)])
+def test_products_are_of_as_many_rows_as_a_block_has_tiles(share, together, rows):
+    """Blocks are equal, and of one image no rows are multiplied that are not there: with 14 it took 5 times as long."""
+    target = replace(AVX512, forced=(("conv1", "winograd"),), forward_only=True)
+    plan = Plan(Network((8, 8, 64), (Conv2d(64, 3, padding="same"), Flatten(), Linear(10))), target, 1, share)
+    add_function(module := ir.Module(), "forward", target, plan.forward, [FLOAT, FLOAT, FLOAT, INDEX])
+    [products] = [function for function in module.functions if ".products" in function.name]
+    assert plan.nodes[0].transformed.together == together
+    assert str(products).count("llvm.fmuladd") == 2 * rows
 
 
 def check_every_algorithm(cpu: Cpu, network: Network, target: Target | None = None) -> None:

@@ -45,8 +45,8 @@ STEP = {
 
 MANY_TILES = 8
 """Tiles of a share from which on two sums of three are made again, not one of two: 5 % less memory, 1 % slower."""
-FEWEST_IN_A_TILE = 2
-"""Part of a vector that a tile of images has room for at least: `predict` takes as many at once."""
+FEWEST_IN_A_TILE = 4
+"""Images that a tile has room for at least where the program predicts, which takes as many at once."""
 
 Steps = list[tuple[int, int]]
 """The first and the last step that use a tensor, every time. A step is a node's forward or backward pass, in order."""
@@ -87,7 +87,7 @@ class Plan:
         most = groups * target.lanes if whole else most
         self._chained, self.least = (2, MANY_TILES * most) if share >= MANY_TILES * most else (1, min(share, most + 1))
         self.share, self.owns = min(share, most), share <= most
-        few = target.lanes // FEWEST_IN_A_TILE if target.forward_only else 1
+        few = FEWEST_IN_A_TILE if target.forward_only else 1
         images = most if whole else max(self.share, few)
         self.arena, self.parameters = Arena(target.lanes, groups, images), Parameters(target.lanes)
         self.clocks, self._again = Clocks(target), dict[int, list[Node]]()

@@ -21,7 +21,7 @@ from cnnexp.optimizers import Optimizer
 from cnnexp.system import child
 
 LIMIT_S = 600.0
-"""As long may the child take: the papers' networks take it 2 to 5 s, ResNet-20 and 56 take it 8 to 14 s."""
+"""As long may the child take: the papers' networks take it 2 to 5 s, ResNet-20 and 56 take it some 10."""
 
 Described = tuple[Network, Loss, Optimizer, Target, float, int]
 """A program. The numbers: vectors of images that go through the layers at once, and images of a thread in a step."""

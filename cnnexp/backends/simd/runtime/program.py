@@ -25,7 +25,7 @@ from cnnexp.backends.simd.compiler.entry import APPLY, GRADIENTS, LINE, TRAIN, C
 from cnnexp.backends.simd.compiler.native import Function, MachineCode, address_of
 from cnnexp.backends.simd.general import Calls
 from cnnexp.backends.simd.layouts import aligned_zeros, round_up
-from cnnexp.backends.simd.lowering import Plan
+from cnnexp.backends.simd.lowering import FEWEST_IN_A_TILE, Plan
 from cnnexp.backends.simd.runtime import compilation
 from cnnexp.backends.simd.runtime.adaptive_threads import AdaptiveThreads
 from cnnexp.backends.simd.runtime.thread_pool import Helpers, ThreadPool
@@ -417,12 +417,12 @@ def make_plan(network: Network, target: Target, share: int) -> Plan:
     share is small, where two would take much memory, or where their activations would leave L2 and
     outweigh the weights, or push out what one leaves there, activations, weights and gradients; or where those of
     one stay in a core's part of L3, those of more would not, and no size holds all of a share. Where one is twice L2,
-    half a vector predicts (MobileNet 0.6 of the time, ResNet-20 0.8), unless the weights come from memory; a step with
+    four images predict (MobileNet 0.8 of eight's time, ResNet-20 0.9), unless the weights come from memory; a step with
     seams takes half or less, so that what is normalized is near for the kernels after it (MobileNet, batch 16: 0.8).
     """
     plan = one = Plan(network, target, 1, share)
     if target.forward_only and 2 * one.arena.size > target.l2_bytes and 4 * one.parameters.size < LARGEST_ARENA:
-        return Plan(network, target, 1 / 2, share)
+        return Plan(network, target, FEWEST_IN_A_TILE / target.lanes, share)
     if one.seams and 2 * one.arena.size > target.l2_bytes and one.arena.size > WEIGHT_PASSES * one.parameters.size:
         smaller = [Plan(network, target, 1 / parts, share) for parts in (2, 4, 8)]
         cycles = {p: sum(row.cycles for row in p.explain(1)) for p in smaller if p.arena.images < target.lanes}

@@ -32,7 +32,7 @@ from cnnexp.backends.simd.algorithms.convolution.channels import Channels, Sum, 
 from cnnexp.backends.simd.algorithms.cost import Work, bring, passes, product_gradient, product_sums
 from cnnexp.backends.simd.algorithms.linear.product import Steps, add_products, most_height
 from cnnexp.backends.simd.compiler.emit import INDEX, LINE_FLOATS, Emitter, Kernels, Pointer, Target, chunks
-from cnnexp.backends.simd.layouts import NHWC, Arena, Layout, odd_lines, round_up
+from cnnexp.backends.simd.layouts import NHWC, Layout, odd_lines, round_up
 
 LINE = 6
 """Pixels in a row that a tile sees, and places of it transformed."""
@@ -101,10 +101,10 @@ class Winograd(Channels):
 
     def prepare(self, plan: Layout) -> None:
         super().prepare(plan)
-        self.transformed = WinogradPass(plan.arena, self.sum, plan.target)
+        self.transformed = WinogradPass(plan, self.sum)
         if self.dx and not self.follows:
             _, _, conv, _ = self.phases[0]
-            self.back = WinogradPass(plan.arena, conv, plan.target, after=conv.panels.size)
+            self.back = WinogradPass(plan, conv, after=conv.panels.size)
 
     def setup(self, plan: Layout) -> Kernels:
         at = plan.parameters.offset(self.stage.weight)
@@ -155,7 +155,7 @@ class Tiling:
 
     def sums(self, images: int) -> Work:
         """Return the work of outputs from inputs."""
-        together = min(images, self.images)
+        together = chunks(images, self.images)[0][1]
         product = product_sums((1, together * self.block), 1, self.filters, self.channels, self.target, 1)
         weights, blocks = PLACES * self.channels * self.filters, self.blocks / together
         brought = bring(weights, 4 * weights, self.target)  # by every block
@@ -166,7 +166,7 @@ class Tiling:
 
     def gradient(self, width: int, images: int) -> Work:
         """Return the work of the weights' gradient, for panels of `width` vectors."""
-        together = min(images, self.images)
+        together = chunks(images, self.images)[0][1]
         terms, sums = together * self.block, PLACES * self.channels * self.filters
         held = 4 * terms * (self.channels + self.filters)
         product = product_gradient(self.channels, PLACES, self.filters, width, (1, terms), held, self.target)
@@ -181,12 +181,13 @@ class WinogradPass:
 
     Args:
         conv: as without Winograd, stride 1, and windows of 2 x 2 if any.
-        arena: whose room for a kernel holds the transformed weights, or their gradient, [place][panels].
+        plan: whose arena's room for a kernel holds the transformed weights, or their gradient, [place][panels].
             In `predict` the weights have room of their own.
         after: floats of that room that hold the weights themselves, turned.
 
     Attributes:
         kernel: its side. tiling: of an image in blocks. cell: pixels from window to window. sides: (U, V) in pixels.
+        together: images in a block.
         panels: of the weights of one place (C, F). kept: where they have their room.
         inputs, outputs: so many floats into the room lie the block's tiles, [place][tile][channel] and
             [place][tile][filter].
@@ -194,14 +195,14 @@ class WinogradPass:
         input_row, output_row: floats of a transformed tile's channels, and of its filters.
     """
 
-    def __init__(self, arena: Arena, conv: Sum, target: Target, after: int = 0) -> None:
-        channels, filters = conv.x.shape[2], conv.panels.outputs
+    def __init__(self, plan: Layout, conv: Sum, after: int = 0) -> None:
+        arena, target, channels, filters = plan.arena, plan.target, conv.x.shape[2], conv.panels.outputs
         self.conv, self.arena, self.panels = conv, arena, replace(conv.panels, rows=channels)
         self.kernel, pooled = conv.kernel[0], conv.windows is not None
         self.tiling = Tiling(conv.counts, self.kernel, pooled, (channels, filters), target, conv.parts)
-        self.cell = 2 if conv.windows else 1
+        self.cell, self.together = 2 if conv.windows else 1, chunks(plan.share, self.tiling.images)[0][1]
         self.sides = conv.counts[0] * self.cell, conv.counts[1] * self.cell
-        tiles = self.tiling.images * self.tiling.block + target.registers  # the last sums are of as many rows as all
+        tiles = self.together * self.tiling.block + target.registers  # the last sums are of as many rows as all
         weights = odd_lines(self.panels.size)
         self.input_row, self.output_row = (round_up(row, target.lanes) for row in (channels, filters))
         inputs, outputs = odd_lines(tiles * self.input_row), odd_lines(tiles * self.output_row)
@@ -229,7 +230,7 @@ class WinogradPass:
         if not self.kept:
             self.transform_weights(k, weights)
         # some images, of them some rows of tiles
-        for first, last in k.blocks(self.tiling.images):
+        for first, last in k.blocks(self.together):
             for start, block in k.chunks(self.tiling.counts[0], self.tiling.rows, self.conv.parts):
                 with k.loop(last, start=first) as n:
                     self._transform_inputs(k, n, start, block, self._tiles(k, first, n, block))
@@ -277,7 +278,7 @@ class WinogradPass:
 
     def _multiply(self, k: Emitter, tiles: ir.Value, rows: int) -> None:
         """Fill the products of a block's tiles, `rows` rows an image, and of what fills up the last registers."""
-        most = self.tiling.images * rows * self.tiling.counts[1]
+        most = self.together * rows * self.tiling.counts[1]
         panels, row, output_row = self.panels, self.input_row, self.output_row
         # one product a place: tiles x channels times channels x filters
         with k.loop(PLACES) as place:
@@ -324,7 +325,7 @@ class WinogradPass:
         # no sum yet
         k.clear(self.room(k), PLACES * self.strides[0] // k.lanes)
         # some images, of them some rows of tiles
-        for first, last in k.blocks(tiling.images):
+        for first, last in k.blocks(self.together):
             for start, block in k.chunks(tiling.counts[0], tiling.rows):
                 # inputs and gradients transformed, and multiplied place by place
                 with k.loop(last, start=first) as n:
