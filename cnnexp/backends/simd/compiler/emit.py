@@ -264,7 +264,7 @@ class Emitter:
         self.builder.call(function, [*same, index, table])
 
     def opaque(self, pointer: Pointer) -> Pointer:
-        """Return the same address: LLVM's search for what loops best count takes long where it depends on five."""
+        """Return the same address; LLVM's loop strength reduction, slow where five loops make one, does not know it."""
         kind = pointer.value(FLOAT).type
         same = ir.InlineAsm(ir.FunctionType(kind, [kind]), "", "=r,0")
         return Pointer(self, self.builder.call(same, [pointer.value(FLOAT)]))

@@ -122,8 +122,8 @@ class Tiling:
 
     Attributes:
         side: of a tile of outputs. counts: rows and columns of tiles. channels, filters: C, F.
-        rows: of tiles in a block. images: in a block, which brings the weights, or their sums, once; one where a block
-            is part of an image.
+        rows: of tiles in a block. images: at most in a block, which brings the weights, or their sums, once; 1 where a
+            block is part of an image.
         block: tiles of an image in a block. blocks: of an image; the last one may be smaller.
 
     Args:
