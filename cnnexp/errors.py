@@ -34,52 +34,43 @@ class CnnexpError(Exception):
 
     exit_code = 1
 
+    def __init_subclass__(cls, exit_code: int | None = None) -> None:
+        cls.exit_code = exit_code or cls.exit_code
 
-class ConfigError(CnnexpError):
+
+class ConfigError(CnnexpError, exit_code=2):
     """A config key is unknown, of the wrong type, or holds an illegal value."""
-
-    exit_code = 2
 
 
 class NetworkError(ConfigError):
     """The layers do not fit each other, their input, or the loss."""
 
 
-class DataError(CnnexpError):
+class DataError(CnnexpError, exit_code=3):
     """A data set is missing, truncated, altered or malformed."""
 
-    exit_code = 3
 
-
-class BackendUnavailable(CnnexpError):
+class BackendUnavailable(CnnexpError, exit_code=4):
     """The machine lacks what the chosen backend needs."""
-
-    exit_code = 4
 
 
 class GpuError(CnnexpError):
     """A GPU or its driver is too old, full, or gave up."""
 
 
-class OutOfMemory(CnnexpError):
+class OutOfMemory(CnnexpError, exit_code=4):
     """What is asked for takes more memory than this process can have."""
 
-    exit_code = 4
 
-
-class TrackingError(CnnexpError):
+class TrackingError(CnnexpError, exit_code=5):
     """The tracking store cannot be opened or written."""
 
-    exit_code = 5
 
-
-class CheckpointError(CnnexpError):
+class CheckpointError(CnnexpError, exit_code=6):
     """A checkpoint is missing, damaged, or of another network."""
 
-    exit_code = 6
 
-
-class Diverged(CnnexpError):
+class Diverged(CnnexpError, exit_code=7):
     """The loss is no longer a finite number."""
 
     @staticmethod
@@ -87,17 +78,13 @@ class Diverged(CnnexpError):
         """Keep NumPy from warning of it beforehand, in every thread of this process."""
         warnings.filterwarnings("ignore", "(overflow|invalid value) encountered", RuntimeWarning)
 
-    exit_code = 7
-
 
 class CompilerDied(CnnexpError):
     """A backend's compiler ended the process that it ran in: a fault of the compiler, on this CPU."""
 
 
-class WorkerDied(CnnexpError):
+class WorkerDied(CnnexpError, exit_code=8):
     """One of several workers is gone, so the others cannot go on."""
-
-    exit_code = 8
 
 
 def explained(error: Exception, *folders: Path) -> CnnexpError:

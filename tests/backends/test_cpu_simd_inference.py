@@ -2,6 +2,7 @@
 
 import threading
 from dataclasses import replace
+from itertools import pairwise
 from queue import SimpleQueue
 
 import numpy as np
@@ -15,6 +16,7 @@ from benchmarks.networks import NETWORKS as TIMED
 from cnnexp import SGD, BatchNorm2d, Conv2d, Flatten, Linear, Network, ReLU
 from cnnexp.backends.plain.numpy import Numpy
 from cnnexp.backends.simd import CpuSimd
+from cnnexp.backends.simd.algorithms.residual import Split
 from cnnexp.backends.simd.lowering import Plan
 from cnnexp.backends.simd.runtime import program as programs
 from cnnexp.backends.simd.runtime.program import ForwardProgram
@@ -49,6 +51,16 @@ def test_batch_norm_costs_nothing_after_a_convolution():
     assert plan.backward == plan.gradients == plan.seams == []
     trained = Plan(network, HOST, 1, 8)
     assert (len(trained.seams), plan.arena.size < 0.7 * trained.arena.size) == (2 * 4, True)
+
+
+@pytest.mark.parametrize("name", ["mobilenet", "resnet20"])
+def test_activations_leave_their_room_to_later_ones(name):
+    plan = Plan(Folded.of(TIMED[name][1]).network, replace(HOST, forward_only=True), 0.25, 8)
+    tensors = [node.y for node in plan.nodes if not isinstance(node, Split)]
+    assert plan.arena.scratch < 0.4 * sum(map(plan.arena.floats, tensors))
+    for x, y in pairwise(tensors):
+        assert int(y.offset) not in range(int(x.offset), int(x.offset) + plan.arena.floats(x))
+        assert int(x.offset) not in range(int(y.offset), int(y.offset) + plan.arena.floats(y))
 
 
 def test_evaluation_takes_the_averages_of_the_moment():

@@ -39,8 +39,7 @@ class General(Node[NC, NC]):
         address: where in the arena the address of what is called lies, see `Calls`.
     """
 
-    algorithm = "general"
-    whole_vectors = False
+    algorithm, whole_vectors = "general", False
 
     def __init__(self, stages: Sequence[Stage]) -> None:
         first, last = stages[0], stages[-1]

@@ -44,7 +44,7 @@ class Halo:
     Attributes:
         top, left, bottom, right: rows and columns around the image.
         step: distance between neighbouring pixels; the pixels between them keep the fill value.
-        value: what the room is filled with, once.
+        value: what the room is filled with, once; 0 before every use where the program predicts.
     """
 
     top: int = 0
@@ -165,6 +165,18 @@ def vectors(k: Emitter, *tensors: Tensor, parts: int = 1) -> Iterator[tuple[list
         yield from vectors_of(k, *((tensor, n) for tensor in tensors), parts=parts)
 
 
+def clear_halo(k: Emitter, y: Tensor) -> None:
+    """Fill the room around every image with zeros, in the first part of a kernel, and write nothing else."""
+    pixels, last = y.shape[1] * y.column, y.shape[0] - 1
+    above, below = y.halo.top * y.row + y.halo.left * y.column, y.halo.bottom * y.row + y.halo.right * y.column
+    rooms = (0, above, 1), (above + pixels, y.row - pixels, last), (above + last * y.row + pixels, below, 1)
+    with k.loop(1, k.index), k.loop(k.groups(y.lanes)) as n:
+        for start, floats, times in rooms:
+            with k.loop(times) as p:
+                for v, valid in k.vectors(floats):
+                    k.store_part(k.zero(), (y.stored(k, n) + start).at(p, y.row).at(v, k.lanes), valid)
+
+
 class Arena:
     """Hands out room for a tile of images.
 
@@ -185,6 +197,7 @@ class Arena:
         self.size = self.scratch = 16 * lanes
         self.shared, self._needed = Offset(0), 0
         self._fills: list[tuple[int, np.ndarray]] = []
+        self._taken: list[tuple[int, int, int, int]] = []
 
     def allocate(self, floats: int, scratch: bool = False) -> Offset:
         """Return the offset of room that starts on a cache line."""
@@ -194,6 +207,16 @@ class Arena:
         offset = Offset(self.size)
         self.size += round_up(floats, 16)
         return offset
+
+    def reuse(self, floats: int, first: int, last: int) -> Offset:
+        """Return the offset of room in the scratch buffer that nothing else has from the first step to the last."""
+        end, floats = 16 * self.lanes, round_up(floats, 16)
+        for start, until, *used in sorted(self._taken):
+            if first <= used[1] and used[0] <= last and start < end + floats:
+                end = max(end, until)
+        self._taken.append((end, end + floats, first, last))
+        self.scratch = max(self.scratch, end + floats)
+        return Offset(-end - floats)
 
     def share(self, floats: int) -> None:
         """Have the room that kernels take turns in hold as much."""

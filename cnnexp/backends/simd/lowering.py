@@ -28,7 +28,7 @@ from cnnexp.backends.simd.algorithms.residual import Split, Sum
 from cnnexp.backends.simd.algorithms.update import own_arena
 from cnnexp.backends.simd.compiler.clocks import Clocks
 from cnnexp.backends.simd.compiler.emit import BYTE, FLOAT, INDEX, Emitter, Kernel, Kernels, Offset, Target
-from cnnexp.backends.simd.layouts import NC, NHWC, Arena, Blocked, Halo, Parameters, Tensor
+from cnnexp.backends.simd.layouts import NC, NHWC, Arena, Blocked, Halo, Parameters, Tensor, clear_halo
 from cnnexp.backends.simd.planner import choose_nodes, works
 from cnnexp.network import Network, Parameter, Shape, Stage
 from cnnexp.optimizers import Optimizer
@@ -153,11 +153,10 @@ class Plan:
     ) -> list[tuple[str, Callable[..., None]]]:
         """Return the kernels of the nodes under their names, each charged to its part of the step."""
         return [
-            (f"{node.name}.{name}", Kernel(self._clocked(emit, node.part(self, what, name), brought), key, parts))
+            (f"{node.name}.{name}", Kernel(self._clocked(node, what, name, emit), key, parts))
             for node in nodes
             for name, emit in kernels_of(node)
-            for brought in [self.brought.get((node.name, name), [])]
-            for key in [partial(self._key, node, what, name, brought)]
+            for key in [partial(self._key, node, what, name)]
             for parts in [node.parts if name == FORWARD else 1]
         ]
 
@@ -188,21 +187,24 @@ class Plan:
                     read = []
         return found
 
-    def _key(self, node: Node, what: str, name: str, brought: Sequence[Tensor]) -> tuple[bytes, list[Offset]]:
+    def _key(self, node: Node, what: str, name: str) -> tuple[bytes, list[Offset]]:
         """Return what the code of a kernel follows from, and what differs between equal nodes: see `Kernel`."""
         state = _NodeState(self, text := io.BytesIO())
         with contextlib.suppress(AttributeError, TypeError, pickle.PicklingError):
-            state.dump((node, what, name, brought))
+            state.dump((node, what, name, self.brought.get((node.name, name), [])))
             return text.getvalue(), state.offsets
         return b"", []
 
-    def _clocked(self, emit: Callable[..., None], part: Part, brought: Sequence[Tensor]) -> Callable[..., None]:
-        number = self.clocks.part(part)
+    def _clocked(self, node: Node, what: str, name: str, emit: Callable[..., None]) -> Callable[..., None]:
+        number, brought = self.clocks.part(node.part(self, what, name)), self.brought.get((node.name, name), [])
+        clears = self.target.forward_only and name == FORWARD and node.y.offset < 0 and not node.y.dense
 
         def run(k: Emitter, **options: Optimizer) -> None:
             if brought and len(k.buffers) > 3:  # by itself, as the benchmark has it, a kernel has no next tile
                 far = k.builder.load((k.buffers[3] + AHEAD).value(INDEX))
                 k.bring([((k.arena + x.offset).at(far), self.arena.floats(x)) for x in brought])
+            if clears:
+                clear_halo(k, node.y)
             emit(k, **options)
             if self.clocks.on:
                 self.clocks.charge(k, number, own_arena(k, self.arena.stride) if options else k.arena)
@@ -266,7 +268,7 @@ class Plan:
         Where a share is many tiles, the output of a normalization is not kept but made again, which is noted here, and
         so is every second sum, or two of three.
         """
-        if i + 1 == len(nodes) or (self._cuts and _reader(nodes, i).input_layout is NC):
+        if i + 1 == len(nodes) or ((self._cuts or self.target.forward_only) and _reader(nodes, i).input_layout is NC):
             return None  # what rounds up a row must stay 0
         node, last, trained = nodes[i], i + 1, nodes.index(_reader(nodes, i)) >= self._first_trained
         if isinstance(split := nodes[last], Split):  # the sum where it ends reads this, too
@@ -308,11 +310,14 @@ class Plan:
         """Return a tensor that is used in these steps: where another one lies that is not used then, if there is.
 
         Where a halo keeps its values that is one just like it; so it is in a step that is not cut, whose tile is small.
+        Where the program predicts, whoever writes a tensor clears its halo, and any room does.
         """
         if used is None or kind is NC:
             return self._tensor(kind, shape, halo)
         scratch = bool(self._cuts) and not any(map(self._crosses, used))
         wanted = self._tensor(kind, shape, halo, scratch, Offset(0))
+        if self.target.forward_only and not halo.value:
+            return replace(wanted, offset=self.arena.reuse(self.arena.floats(wanted), *used[0]))
         alike = (scratch,) if self._cuts and halo == Halo() else (kind, shape, halo, scratch)
         for tensor, others in rooms.setdefault(alike, []):
             is_free = all(until < first or last < start for first, last in others for start, until in used)

@@ -53,10 +53,8 @@ class BatchNormNode(Node[Tensor, Tensor]):
             tile; `rest` is the mean distance from a mean, which rounding leaves; `slope` and `level` are dx's factors.
     """
 
-    algorithm = "batch-norm"
-    trains = True
-    any_image = True
-    whole_vectors = False
+    algorithm, whole_vectors = "batch-norm", False
+    trains = any_image = True
     keeps_y = False
     stage: NormStage
 

@@ -18,8 +18,7 @@ from cnnexp.network import ElementwiseStage, LeakyReLU, ReLU
 class ElementwiseNode(Node[Tensor, Tensor]):
     """An elementwise layer where nothing takes it in."""
 
-    algorithm = "elementwise"
-    whole_vectors, in_parts = False, True
+    algorithm, whole_vectors, in_parts = "elementwise", False, True
 
     @classmethod
     def of(cls, sections: Sequence[Section], first: bool) -> ElementwiseNode | None:

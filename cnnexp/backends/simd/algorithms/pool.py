@@ -22,8 +22,7 @@ class Pool(Node[Tensor, Tensor]):
     """MaxPool2d or AvgPool2d where no convolution takes it in."""
 
     stage: PoolStage
-    algorithm = "pool"
-    any_image = True
+    algorithm, any_image = "pool", True
     keeps_x = keeps_y = whole_vectors = False
 
     @classmethod

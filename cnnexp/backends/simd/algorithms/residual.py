@@ -72,10 +72,8 @@ class Sum(Node[Tensor, Tensor]):
         step: from pixel to pixel of what a padded shortcut takes; 0 of an identity.
     """
 
-    algorithm = "residual"
-    any_image = True
-    whole_vectors = False
-    keeps_x = False
+    algorithm, any_image = "residual", True
+    whole_vectors = keeps_x = False
     split: Split
 
     @classmethod

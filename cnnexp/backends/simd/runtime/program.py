@@ -416,30 +416,34 @@ def make_plan(network: Network, target: Target, share: int) -> Plan:
     best on all of the papers' networks. More where the weights themselves leave L2. It is one where the
     share is small, where two would take much memory, or where their activations would leave L2 and
     outweigh the weights, or push out what one leaves there, activations, weights and gradients; or where those of
-    one stay in a core's part of L3, those of more would not, and no size holds all of a share. Where one is twice L2,
-    four images predict (MobileNet 0.8 of eight's time, ResNet-20 0.9), unless the weights come from memory; a step with
-    seams takes half or less, so that what is normalized is near for the kernels after it (MobileNet, batch 16: 0.8).
+    one stay in a core's part of L3, those of more would not, and no size holds all of a share. Where one leaves L2
+    by a third, four images predict (MobileNet 0.8 of eight's time, ResNet-20 0.9), unless weights leave L3; where
+    it is twice L2, steps with seams take half or less: what is normalized stays near (MobileNet, batch 16: 0.8).
     """
+
+    def size(plan: Plan) -> int:
+        return plan.arena.size + target.forward_only * plan.arena.scratch
+
     plan = one = Plan(network, target, 1, share)
-    if target.forward_only and 2 * one.arena.size > target.l2_bytes and 4 * one.parameters.size < LARGEST_ARENA:
+    if target.forward_only and 3 * size(one) > target.l2_bytes and 4 * one.parameters.size < LARGEST_ARENA:
         return Plan(network, target, FEWEST_IN_A_TILE / target.lanes, share)
-    if one.seams and 2 * one.arena.size > target.l2_bytes and one.arena.size > WEIGHT_PASSES * one.parameters.size:
+    if one.seams and 2 * size(one) > target.l2_bytes and size(one) > WEIGHT_PASSES * one.parameters.size:
         smaller = [Plan(network, target, 1 / parts, share) for parts in (2, 4, 8)]
         cycles = {p: sum(row.cycles for row in p.explain(1)) for p in smaller if p.arena.images < target.lanes}
         if cycles:
             return next(plan for plan in cycles if cycles[plan] <= NEARLY * min(cycles.values()))
     heavy = 4 * one.parameters.size > target.l2_bytes
     sizes = (2, 4, 8) if heavy else (2,)
-    near = 4 * one.arena.size <= L3_SHARE_BYTES and share > sizes[-1] * target.lanes
+    near = 4 * size(one) <= L3_SHARE_BYTES and share > sizes[-1] * target.lanes
     for groups in sizes:
         if share <= groups // 2 * target.lanes:
             break
         groups = min(groups, -(-share // target.lanes))
         more = Plan(network, target, groups, share)
-        pushed_out = 4 * (one.arena.size + 2 * one.parameters.size) > target.l2_bytes
-        worth = pushed_out and one.arena.size <= WEIGHT_PASSES * one.parameters.size
-        fits = worth or 4 * more.arena.size <= target.l2_bytes
-        if not fits or 4 * (more.arena.size + more.arena.scratch) > (L3_SHARE_BYTES if near else LARGEST_ARENA):
+        pushed_out = 4 * (size(one) + 2 * one.parameters.size) > target.l2_bytes
+        worth = pushed_out and size(one) <= WEIGHT_PASSES * one.parameters.size
+        fits = worth or 4 * size(more) <= target.l2_bytes
+        if not fits or 4 * (size(more) + more.arena.scratch) > (L3_SHARE_BYTES if near else LARGEST_ARENA):
             break
         plan = more
     return plan

@@ -45,8 +45,7 @@ class Channels(ConvolutionNode[NHWC]):
 
     input_layout = output_layout = NHWC
     whole_vectors, in_parts = False, True
-    algorithm = "channels"
-    holds = "channels"
+    algorithm = holds = "channels"
 
     def fits(self, target: Target) -> bool:
         """Whether a window's sums fit the registers."""

@@ -37,8 +37,7 @@ class ChannelsArgmax(Channels):
         packed, gradients: likewise the weights', [kernel row][filter][K * C, rounded up].
     """
 
-    algorithm = "channels-argmax"
-    follows = True
+    algorithm, follows = "channels-argmax", True
 
     def work(self, target: Target, images: int, needs_dx: bool) -> dict[str, Work]:
         (height, width, channels), filters = self.stage.input_shape, self.stage.layer.filters

@@ -39,9 +39,7 @@ class Depthwise(ConvolutionNode[NHWC]):
 
     input_layout = output_layout = NHWC
     whole_vectors, in_parts = False, True
-    algorithm = "depthwise"
-    holds = "channels"
-    any_taps = True
+    algorithm, holds, any_taps = "depthwise", "channels", True
 
     @classmethod
     def of(cls, sections: Sequence[Section], first: bool) -> Self | None:

@@ -64,8 +64,7 @@ class Filters(Node[NHWC, NC]):
     whole_vectors = False
     trains = True
     stage: ConvStage
-    algorithm = "filters"
-    holds = "filters"
+    algorithm = holds = "filters"
 
     def __init__(self, stage: ConvStage, rectify: bool, pool: PoolStage) -> None:
         super().__init__(stage.name, pool.output_shape)

@@ -29,8 +29,7 @@ class FiltersFused(Node[NHWC, NC]):
     input_layout, output_layout = NHWC, NC
     trains = True
     whole_vectors = False
-    algorithm = "filters-fused"
-    spans = 2
+    algorithm, spans = "filters-fused", 2
 
     def __init__(self, conv: Filters, dense: Skinny) -> None:
         super().__init__(f"{conv.name}+{dense.name}", dense.shape)

@@ -39,9 +39,7 @@ class Lanes(ConvolutionNode[Blocked]):
     """Batch in lanes."""
 
     input_layout = output_layout = Blocked
-    algorithm = "lanes"
-    holds = "images"
-    any_taps = True
+    algorithm, holds, any_taps = "lanes", "images", True
 
     def work(self, target: Target, images: int, needs_dx: bool) -> dict[str, Work]:
         (height, width, channels), (rows, columns, filters) = self.stage.input_shape, self.stage.output_shape

@@ -29,8 +29,7 @@ class LanesArgmax(Lanes):
         packed, gradients: where in the arena the weights' [filter][kernel row][K * C, rounded up] lie.
     """
 
-    algorithm = "lanes-argmax"
-    follows, any_taps = True, False
+    algorithm, follows, any_taps = "lanes-argmax", True, False
 
     def fits(self, target: Target) -> bool:
         """Whether a filter's weights and their gradients fit the registers."""

@@ -58,11 +58,8 @@ class LanesPair(Node[Blocked, Blocked]):
     """
 
     input_layout = output_layout = Blocked
-    trains = True
-    algorithm = "lanes-pair"
-    holds = "weights"
-    follows = True
-    spans = 2
+    trains = follows = True
+    algorithm, holds, spans = "lanes-pair", "weights", 2
 
     def __init__(self, first: Lanes, second: LanesArgmax) -> None:
         super().__init__(f"{first.name}+{second.name}", second.shape)
