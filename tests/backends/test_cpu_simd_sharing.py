@@ -60,7 +60,7 @@ def test_kernels_on_the_scratch_buffer_are_others():
     node, keys = copy.copy(plan.nodes[0]), set()
     for offset in (Offset(64), Offset(128), Offset(-128)):
         node.x = replace(node.x, offset=offset)
-        keys.add(plan._key(node, "forward", "forward", [])[0])
+        keys.add(plan._key(node, "forward", "forward")[0])
     assert len(keys) == 2
 
 
