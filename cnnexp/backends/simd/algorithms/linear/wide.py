@@ -152,7 +152,7 @@ class Wide(Dense):
                     # the other threads' cores have weights, too; the slots' memory answers while products take longer
                     brought = places[: 1 + len(optimizer.slots)] if plan.share >= MANY_IMAGES else places[:1]
                     for place, line in itertools.product(brought, range(0, height * unit, LINE_FLOATS)):
-                        k.prefetch(place + line, written=True)
+                        k.prefetch(place + line, near=2)
                     totals = [k.variables(panel.width) for _ in range(height)]
                     with k.loop(threads) as other:
                         count = k.builder.load((table + 2).at(other).value(INDEX))
