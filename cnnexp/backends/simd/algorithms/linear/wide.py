@@ -149,10 +149,10 @@ class Wide(Dense):
                 with k.loop(high, start=low) as t:
                     d = k.scaled(t, height, first)
                     places = [panel.at(buffer + offset).at(d, unit) for buffer in state]
-                    # other cores have weights, too; slots' memory answers while products take longer; 84 lines, to L2
+                    # the other threads' cores have weights, too; the slots' memory answers while products take longer
                     brought = places[: 1 + len(optimizer.slots)] if plan.share >= MANY_IMAGES else places[:1]
                     for place, line in itertools.product(brought, range(0, height * unit, LINE_FLOATS)):
-                        k.prefetch(place + line, written=k.lanes < LINE_FLOATS, near=2)
+                        k.prefetch(place + line, written=True)
                     totals = [k.variables(panel.width) for _ in range(height)]
                     with k.loop(threads) as other:
                         count = k.builder.load((table + 2).at(other).value(INDEX))
