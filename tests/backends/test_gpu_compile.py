@@ -76,7 +76,7 @@ BUDGETS = {
     "conv_kernels.conv2d_backward_weights": (96, 9.0),  # of a window: its place and its gradient are loaded, too
     "conv_kernels.conv2d_backward_input": (80, 4.0),
     "linear_kernels.linear_head": (96, 6.0),
-    "product_kernels.product": (100, 1.6),
+    "product_kernels.product": (128, 1.6),
 }
 REGISTERS = 128  # of any other kernel
 compiled: set[tuple] = set()  # kernels are kept by their sizes, so two backends share some

@@ -84,9 +84,10 @@ class NaiveOps:
         direct.conv2d_backward_input(sizes, self._block).over(dx.size, self.stream, w, dy, dx)
 
     def _conv2d_backward_weights(self, sizes: ConvSizes, x: Tensor, dy: Tensor, dw: Tensor) -> None:
-        partial, kernel = self._of_images(x, dw), direct.conv2d_backward_weights(sizes, self._block)
-        kernel.over(partial.size, self.stream, x, dy, partial, u32(len(x)), u32(len(partial)))
-        self._sum_slices(partial, dw)
+        rows = len(x) * sizes.P
+        partial, kernel = self._slices(rows, dw), direct.conv2d_backward_weights(sizes, self._block)
+        kernel.over(partial.size, self.stream, x, dy, partial, u32(rows), u32(len(partial)))
+        self.sum_slices(partial, dw)
 
     def elementwise(self, layer: Elementwise, x: Tensor, y: Tensor) -> None:
         layers.elementwise(layer, self._block).over(x.size, self.stream, x, y)
@@ -117,10 +118,10 @@ class NaiveOps:
         self, layer: BatchNorm2d, x: Tensor, w: Tensor, b: Tensor, mean: Tensor, variance: Tensor, y: Tensor, saved: Any
     ) -> None:
         (m, inverse), cut = saved.statistics, self._columns(x, w)
-        partial, sizes = self._partial(2 * cut.slices, w.size), (u32(cut.rows), u32(cut.deep))
+        partial, sizes = self.partial(2 * cut.slices, w.size), (u32(cut.rows), u32(cut.deep))
         norms.moments(w.size).launch(cut.blocks, self.stream, x, partial, *sizes)
         arrays = partial, m, inverse, mean, variance
-        norms.statistics(layer, w.size).launch(-(-w.size // sums.OWNERS), self.stream, *arrays, *sizes)
+        norms.statistics(layer, w.size).launch(-(-w.size // norms.OWNERS), self.stream, *arrays, *sizes)
         kernel = norms.normalize(w.size, False, saved.relu is not None, self._block)
         kernel.over(x.size, self.stream, x, m, inverse, w, b, ZERO, y)
 
@@ -134,12 +135,12 @@ class NaiveOps:
         self, x: Tensor, w: Tensor, dy: Tensor, saved: Any, dx: Tensor | None, dw: Tensor, db: Tensor
     ) -> None:
         relu, y, cut = saved.relu is not None, saved.relu or dy, self._columns(x, w)
-        partial = self._partial(2 * cut.slices, w.size)
-        sizes = u32(cut.slices * w.size), u32(cut.rows), u32(cut.deep)
+        partial = self.partial(2 * cut.slices, w.size)
+        half, sizes = u32(cut.slices * w.size), (u32(cut.rows), u32(cut.deep))
         kernel = norms.backward_sums(w.size, relu)
-        kernel.launch(cut.blocks, self.stream, x, *saved.statistics, y, dy, partial, *sizes)
-        self._sum_slices(partial[: cut.slices], dw)
-        self._sum_slices(partial[cut.slices :], db)
+        kernel.launch(cut.blocks, self.stream, x, *saved.statistics, y, dy, partial, half, *sizes)
+        finish = norms.finish_sums(w.size)
+        finish.launch(-(-w.size // norms.OWNERS), self.stream, partial, dw, db, half, u32(cut.slices))
         if dx is not None:
             backward = norms.normalize_backward(w.size, relu, self._block)
             backward.over(x.size, self.stream, x, *saved.statistics, w, y, dy, dw, db, dx)
@@ -156,13 +157,13 @@ class NaiveOps:
         (rows, columns), depth = y.shape, x.shape[0 if transposed[0] else 1]
         deep = sums.deep(self._multiprocessors, rows, columns, depth)
         parts = -(-depth // deep)
-        partial = y if parts == 1 else self._partial(parts, y.size)
+        partial = y if parts == 1 else self.partial(parts, y.size)
         kernel = sums.matmul(*transposed, b is not None and parts == 1)
         sizes = (u32(size) for size in (rows, columns, depth, deep))
         blocks = sums.tiles(rows, columns) * parts
         kernel.launch(blocks, self.stream, x, w, self._or_nothing(b), partial, *sizes)
         if parts > 1:
-            self._sum_slices(partial, y, b)
+            self.sum_slices(partial, y, b)
 
     def linear_backward(
         self, x: Tensor, w: Tensor, dy: Tensor, dx: Tensor | None, dw: Tensor, db: Tensor | None
@@ -191,22 +192,23 @@ class NaiveOps:
     def _sum_columns(self, dy: Tensor, out: Tensor) -> None:
         """out[c] = the sum of dy (..., C) over all but the column."""
         cut = self._columns(dy, out)
-        partial = self._partial(cut.slices, out.size)
+        partial = self.partial(cut.slices, out.size)
         sums.column_sums(out.size).launch(cut.blocks, self.stream, dy, partial, u32(cut.rows), u32(cut.deep))
-        self._sum_slices(partial, out)
+        self.sum_slices(partial, out)
 
-    def _sum_slices(self, partial: Tensor, out: Tensor, bias: Tensor | None = None) -> None:
-        """Fill out with the sums over the slices of partial (slices, out.size), plus a bias if there is one."""
-        kernel, columns = sums.sum_slices(bias is not None), out.size if bias is None else bias.size
-        blocks, sizes = -(-out.size // sums.OWNERS), map(u32, (len(partial), columns, out.size))
+    def sum_slices(self, partial: Tensor, out: Tensor, bias: Tensor | None = None, relu: bool = False) -> None:
+        """Fill out with the sums over the slices of partial (slices, out.size), plus a bias if there is one; ReLU."""
+        threads, columns = sums.sum_threads(len(partial)), out.size if bias is None else bias.size
+        kernel = sums.sum_slices(bias is not None, relu, threads)
+        blocks, sizes = -(-out.size * threads // sums.THREADS), map(u32, (len(partial), columns, out.size))
         kernel.launch(blocks, self.stream, partial, self._or_nothing(bias), out, *sizes)
 
-    def _of_images(self, x: Tensor, dw: Tensor) -> Tensor:
-        """Return scratch for dw of every slice of the images, of which there are as many as give the whole GPU work."""
+    def _slices(self, most: int, dw: Tensor) -> Tensor:
+        """Return scratch for dw of at most so many slices, but no more than give the whole GPU work."""
         blocks = -(-dw.size // self._block)  # of a slice
-        return self._partial(min(len(x), -(-sums.BLOCKS * self._multiprocessors // blocks)), dw.size)
+        return self.partial(min(most, -(-sums.BLOCKS * self._multiprocessors // blocks)), dw.size)
 
-    def _partial(self, slices: int, size: int) -> Tensor:
+    def partial(self, slices: int, size: int) -> Tensor:
         """Return scratch (slices, size), valid until asked for again."""
         if self._scratch[-1].size < slices * size:
             self._scratch.append(device.empty((slices * size,), np.float32))

@@ -60,10 +60,10 @@ class SharedOps(NaiveOps):
         if rows == 0 or not sizes.dense:
             super()._conv2d_backward_weights(sizes, x, dy, dw)
             return
-        partial, groups = self._of_images(x, dw), -(-dw.size // self._block)
+        partial, groups = self._slices(len(x), dw), -(-dw.size // self._block)
         kernel = tiled.conv2d_backward_weights(sizes, rows, self._stage_filters, self._block)
         kernel.launch(groups * len(partial), self.stream, x, dy, partial, u32(len(x)), u32(len(partial)))
-        self._sum_slices(partial, dw)
+        self.sum_slices(partial, dw)
 
 
 def flipped(sizes: ConvSizes) -> ConvSizes:

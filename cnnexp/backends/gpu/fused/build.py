@@ -73,7 +73,7 @@ def _fused(
         few = before is None or min(conv.sizes.C, conv.sizes.F) < MANY_CHANNELS
         if plan is not None and few and (before is None or before.dy is None or plan.input_rows):
             return nodes.FusedConv(context, stage, conv, plan, before), used
-        return (nodes.ProductConv(context, stage, relu, before), 1 + relu) if before else None
+        return (nodes.FusedProduct(context, stage, relu, before), 1 + relu) if before else None
     if isinstance(stage, net.NormStage) and before is not None and relu:
         return nodes.NormReLU(context, stage, before), 2
     if isinstance(stage, net.LinearStage) and before is not None:
@@ -81,7 +81,7 @@ def _fused(
         fits = D <= MOST_HEAD_INPUTS and linear_kernels.lanes_of(O) <= BLOCK and D * O <= MOST_OWNED * BLOCK
         if len(stages) == 1 and loss == Loss.SOFTMAX_CROSS_ENTROPY and fits:
             return nodes.FusedHead(context, stage, before), 1
-        return nodes.FusedLinear(context, stage, relu, before), 1 + relu
+        return nodes.FusedProduct(context, stage, relu, before), 1 + relu
     return None
 
 

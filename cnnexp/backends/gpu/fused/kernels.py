@@ -40,14 +40,6 @@ def image_at(order, ahead, n):
     return u32(order[u32(order[0] + ahead + n + 1)])
 
 
-def sum_threads(parts: int) -> int:
-    """Return how many threads of `update` share out the parts of one parameter: four parts each, to begin with."""
-    threads = 1
-    while 4 * threads < parts and threads < BLOCK // 8:
-        threads *= 2
-    return threads
-
-
 @cache
 def gather(D: int, from_bytes: bool) -> Kernel:
     """x[n, d] = image order[start + n], for a network that does not open with a fused convolution."""

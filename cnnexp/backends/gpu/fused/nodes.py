@@ -19,7 +19,9 @@ from cnnexp.backends.gpu.device import Gpu, Tensor
 from cnnexp.backends.gpu.fused import conv_kernels, kernels, linear_kernels, product_kernels
 from cnnexp.backends.gpu.fused.conv_kernels import ConvBlock
 from cnnexp.backends.gpu.fused.kernels import BLOCK, LANES
+from cnnexp.backends.gpu.fused.product_kernels import Cut
 from cnnexp.backends.gpu.kernels.index import ConvSizes, f32, u32
+from cnnexp.backends.gpu.launch import Kernel
 from cnnexp.backends.gpu.shared import SharedOps
 from cnnexp.backends.parts import Part
 from cnnexp.backends.stages import Run, backward_stage, forward_stage
@@ -27,8 +29,6 @@ from cnnexp.network.losses import Loss
 from cnnexp.network.noise import threshold
 
 MOST_TAPS = 49  # K * K accumulators of a thread in registers
-TOGETHER = 4  # images that a thread of a linear layer takes at once
-ROWS = BLOCK // LANES
 SPARE_SHARED = 1024  # bytes of shared memory left to the compiler
 
 
@@ -109,10 +109,6 @@ class Context:
     def splits(self, blocks: int, most: int) -> int:
         """Return into how many parts to split `blocks` blocks so that every multiprocessor has two; at most `most`."""
         return max(1, min(most, -(-2 * self.gpu.multiprocessors // blocks)))
-
-    def together(self, blocks: int) -> int:
-        """Return of how many blocks one may do the work so that every multiprocessor has two; at most `TOGETHER`."""
-        return max(1, min(TOGETHER, blocks // (2 * self.gpu.multiprocessors)))
 
 
 class FusedNode:
@@ -233,73 +229,54 @@ class FusedConv(FusedNode):
         return step.split.images if self._before is None else self._before.y
 
 
-class ProductConv(FusedNode):
-    """A convolution of many channels, and the ReLU after it, each pass a product of matrices: see `product_kernels`."""
+class FusedProduct(FusedNode):
+    """A convolution of many channels or a linear layer, and the ReLU after it: products of `product_kernels`."""
 
-    def __init__(self, context: Context, stage: net.ConvStage, relu: bool, before: FusedNode) -> None:
-        self._before, self._w = before, context.view(stage)
+    def __init__(self, context: Context, stage: net.ConvStage | net.LinearStage, relu: bool, before: FusedNode) -> None:
+        self._before, self._w, self._relu, self._ops = before, context.view(stage), relu, context.ops
         self._allocate(context, stage.output_shape)
-        conv, enough = conv_block(stage, 1, relu, False), 2 * context.gpu.multiprocessors
-        sizes, bias = conv.sizes, conv.has_bias
-        self._pixels = sizes.H * sizes.W, sizes.P * sizes.Q
-        of_x, of_y = (context.batch_size * pixels for pixels in self._pixels)
-        self._y_tile = product_kernels.tile_of(of_y, sizes.F, enough)
-        self._x_tile = product_kernels.tile_of(of_x, sizes.C, enough)
-        self._forward = product_kernels.forward(sizes, bias, relu, self._y_tile)
-        self._input = product_kernels.backward_input(sizes, relu, self._x_tile)
-        self._depths = sizes.K**2 * sizes.C, sizes.K**2 * sizes.F
-        self._rows, self._sizes = self._depths[0] + bias, sizes
-        tile = product_kernels.tile_of(self._rows, sizes.F, 1)
-        blocks = tile.blocks(self._rows, sizes.F)
-        self._weights = product_kernels.backward_weights(sizes, bias, relu, tile)
-        self._deep = product_kernels.deep(of_y, context.splits(blocks, of_y))
-        slices = -(-of_y // self._deep)
-        self._weight_blocks = slices * blocks
-        self._partials = context.arena.take(stage, slices)
+        if isinstance(stage, net.ConvStage):
+            sizes = conv_block(stage, 1, relu, False).sizes
+        else:  # of images of one pixel
+            sizes = ConvSizes(1, 1, stage.weight.shape[0], 1, stage.weight.shape[1], 1, 0, 0, 1, 1)
+        C, F, taps, has_bias = sizes.C, sizes.F, sizes.K**2, stage.bias is not None
+        self._bias = self._w[-F:] if has_bias else None
+        self._of_x, self._of_y, self._rows = sizes.H * sizes.W, sizes.P * sizes.Q, taps * C + has_bias
+        of_x, of_y, gpu = context.batch_size * self._of_x, context.batch_size * self._of_y, context.gpu.multiprocessors
+        self._y_cut = product_kernels.cut(of_y, F, taps * C, 3 * gpu)
+        self._x_cut = product_kernels.cut(of_x, C, taps * F, 3 * gpu)
+        self._w_cut = product_kernels.cut(self._rows, F, of_y, 4 * gpu)
+        whole = self._y_cut.slices == 1  # else what adds up the slices does the rest
+        aligned = stage.weight.offset % 4 == 0
+        self._forward = product_kernels.forward(sizes, has_bias and whole, relu and whole, aligned, self._y_cut.tile)
+        self._input = product_kernels.backward_input(sizes, relu, aligned, self._x_cut.tile)
+        self._weights = product_kernels.backward_weights(sizes, has_bias, relu, self._w_cut.tile)
+        self._partials = context.arena.take(stage, self._w_cut.slices)
 
     def forward(self, step: BatchStep) -> None:
-        rows, depth = step.count * self._pixels[1], u32(self._depths[0])
-        arrays, blocks = (self._before.y, self._w, self._w, self.y), self._y_tile.blocks(rows, self._sizes.F)
-        self._forward.launch(blocks, step.stream, *arrays, u32(rows), depth, depth)
+        y = self.y[: step.count]
+        made = self._multiply(step, self._forward, self._y_cut, (self._before.y, self._w, self._w), self._of_y, y)
+        if made is not y:
+            self._ops.sum_slices(made, y, self._bias, self._relu)
 
     def backward(self, step: BatchStep) -> None:
         arrays = self._before.y, self.dy, self.y, self._partials.memory
-        sizes = u32(self._rows), u32(step.count * self._pixels[1]), u32(self._deep)
-        self._weights.launch(self._weight_blocks, step.stream, *arrays, *sizes)
+        sizes = u32(self._rows), u32(step.count * self._of_y), u32(self._w_cut.deep)
+        self._weights.launch(self._w_cut.blocks(self._rows), step.stream, *arrays, *sizes)
         if self._before.dy is not None:
-            rows, depth = step.count * self._pixels[0], u32(self._depths[1])
-            blocks, dx = self._x_tile.blocks(rows, self._sizes.C), self._before.dy
-            self._input.launch(blocks, step.stream, self.dy, self._w, self.y, dx, u32(rows), depth, depth)
+            dx = self._before.dy[: step.count]
+            made = self._multiply(step, self._input, self._x_cut, (self.dy, self._w, self.y), self._of_x, dx)
+            if made is not dx:
+                self._ops.sum_slices(made, dx)
 
-
-class FusedLinear(FusedNode):
-    """A linear layer and the ReLU after it."""
-
-    def __init__(self, context: Context, stage: net.LinearStage, relu: bool, before: FusedNode) -> None:
-        D, O = stage.weight.shape  # noqa: E741
-        self._before = before
-        self._allocate(context, (O,))
-        self._w = context.view(stage)
-        bias, batch = stage.bias is not None, context.batch_size
-        self._threads = -(-(D + bias) // linear_kernels.OWNED) * O  # of a slice
-        self._slices = context.splits(-(-self._threads // BLOCK), -(-batch // (2 * linear_kernels.AHEAD)))
-        self._partials = context.arena.take(stage, self._slices)
-        self._groups = -(-O // min(linear_kernels.lanes_of(O), LANES)), -(-D // LANES)
-        self._images = context.together(batch * self._groups[0]), context.together(batch * self._groups[1] // ROWS)
-        self._forward = linear_kernels.linear(D, O, bias, relu, self._images[0])
-        self._input = linear_kernels.linear_backward_input(D, O, relu, self._images[1])
-        self._weights = linear_kernels.linear_backward_weights(D, O, bias, relu, self._slices)
-
-    def forward(self, step: BatchStep) -> None:
-        blocks = self._groups[0] * -(-step.count // self._images[0])
-        self._forward.launch(blocks, step.stream, self._before.y, self._w, self.y, u32(step.count))
-
-    def backward(self, step: BatchStep) -> None:
-        arrays = self._before.y, self.y, self.dy, self._partials.memory
-        self._weights.over(self._slices * self._threads, step.stream, *arrays, u32(step.count))
-        if self._before.dy is not None:
-            blocks = self._groups[1] * -(-step.count // (ROWS * self._images[1]))
-            self._input.launch(blocks, step.stream, self._w, self.y, self.dy, self._before.dy, u32(step.count))
+    def _multiply(
+        self, step: BatchStep, kernel: Kernel, cut: Cut, arrays: tuple[Tensor, ...], pixels: int, out: Tensor
+    ) -> Tensor:
+        """Enqueue a product with a row for each pixel; return `out`, or its slices where the depth is cut."""
+        self._ops.stream = step.stream
+        rows, made = step.count * pixels, out if cut.slices == 1 else self._ops.partial(cut.slices, out.size)
+        kernel.launch(cut.blocks(rows), step.stream, *arrays, made, u32(rows), u32(cut.depth), u32(cut.deep))
+        return made
 
 
 class FusedHead(FusedNode):

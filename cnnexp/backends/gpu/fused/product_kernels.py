@@ -1,13 +1,14 @@
-"""A convolution of many channels as a product of matrices, whose operands are gathered as they are staged.
+"""A convolution of many channels, or a linear layer, as a product of matrices gathered as they are staged.
 
 The matrix of all windows ("im2col") is never in memory (Chetlur et al. 2014, cuDNN, section 3.2). Each pass is one:
 
     forward            rows pixels of y, columns filters, depth the taps and channels of a window
     of the input       rows pixels of x, columns channels, depth the taps and filters
-    of the weights     rows taps and channels, columns filters, depth the pixels of y, cut into slices
+    of the weights     rows taps and channels, columns filters, depth the pixels of y
 
-A block loads `STEP` of the depth of both operands while it multiplies the `STEP` before, which it has staged in shared
-memory; a thread keeps its sums in registers.
+Where that makes few blocks the depth is cut into slices, whose products are added up. A linear layer is a convolution
+of images of one pixel. A block loads `STEP` of the depth of both operands while it multiplies the `STEP` before, which
+it has staged in shared memory; a thread keeps its sums in registers.
 """
 
 from __future__ import annotations
@@ -19,12 +20,24 @@ from typing import Any
 
 from numba import cuda
 
-from cnnexp.backends.gpu.fused.kernels import BLOCK
-from cnnexp.backends.gpu.kernels.index import ONE, ZERO, ConvSizes, f32, four, offset, split, u32, unsigned
+from cnnexp.backends.gpu.kernels.index import (
+    ONE,
+    ZERO,
+    ConvSizes,
+    f32,
+    four,
+    offset,
+    put_four,
+    split,
+    u32,
+    unsigned,
+)
 from cnnexp.backends.gpu.kernels.layers import device_function
 from cnnexp.backends.gpu.launch import Kernel
 
-STEP = 8  # of the depth between two barriers
+THREADS = 128  # of a block
+STEP = 16  # of the depth between two barriers
+LEAST = 4  # steps of a slice
 SPARE = 4  # words more per line of a tile: lines fall into different banks, and four words still lie together
 WIDE = 4  # columns of a thread
 UNROLLED = 16  # rows of `WIDE` products between two tests for the end of a step
@@ -39,22 +52,43 @@ class Tile:
 
     @property
     def rows(self) -> int:
-        return BLOCK // (self.columns // WIDE) * self.high
+        return THREADS // (self.columns // WIDE) * self.high
 
     def blocks(self, rows: int, columns: int) -> int:
         return -(-rows // self.rows) * -(-columns // self.columns)
 
 
-def tile_of(rows: int, columns: int, enough: int) -> Tile:
-    """Return the largest tile that leaves `enough` blocks, and is not much wider than the product."""
+@dataclass(frozen=True)
+class Cut:
+    """How a product is cut into blocks: into tiles, and into slices of the depth."""
+
+    tile: Tile
+    columns: int
+    depth: int
+    deep: int  # places of a slice
+
+    @property
+    def slices(self) -> int:
+        return -(-self.depth // self.deep)
+
+    def blocks(self, rows: int) -> int:
+        """Return how many make a product of so many rows."""
+        return self.tile.blocks(rows, self.columns) * self.slices
+
+
+def cut(rows: int, columns: int, depth: int, blocks: int) -> Cut:
+    """Return how to cut a product so that there are about so many `blocks`, if slices are not to be too short.
+
+    High tiles serve more products by a number that is staged, where there are blocks enough and few rows too many.
+    """
+    most = max(1, depth // (LEAST * STEP))  # slices
     wide = 16 if columns <= 16 else 32 if columns <= 32 else 64
-    large = Tile(wide, 8)
-    return large if wide > 16 and large.blocks(rows, columns) >= enough else Tile(wide, 4)
-
-
-def deep(depth: int, slices: int) -> int:
-    """Return the depth of each of so many slices."""
-    return -(-depth // (slices * STEP)) * STEP
+    low, tile = Tile(wide, 4), Tile(wide, 8)
+    padded, least = (-(-rows // one.rows) * one.rows for one in (tile, low))
+    if 6 * padded > 7 * least or 4 * most * tile.blocks(rows, columns) < 3 * blocks:
+        tile = low
+    slices = max(1, min(most, blocks // tile.blocks(rows, columns)))
+    return Cut(tile, columns, depth, -(-depth // (slices * STEP)) * STEP)
 
 
 @dataclass(frozen=True)
@@ -65,43 +99,51 @@ class Operand:
         of_side: function (row or column): what `at` takes of it; of a row three numbers, of a column one.
         of_depth: function (place in the depth): likewise.
         at: function (array, mask, side, depth): the numbers, a tuple.
+        deep, side: how many numbers.
+        along: whether threads side by side go along the depth, as the operand lies in memory; else along the side.
     """
 
     of_side: Callable[..., Any]
     of_depth: Callable[..., Any]
     at: Callable[..., Any]
+    along: bool
     deep: int = 1
     side: int = 1
 
-    @property
-    def lanes(self) -> int:
-        """Return how many threads share out a step of the depth."""
-        return STEP // self.deep
+    def place(self) -> tuple[Any, int]:
+        """Return the device function (thread): the first row, or column, and place of a step that a thread loads.
 
-    @property
-    def abreast(self) -> int:
-        """Return how many rows, or columns, a block loads at once."""
-        return BLOCK // self.lanes * self.side
+        And how many rows, or columns, a block loads at once.
+        """
+        lanes, deep, side, along = u32(STEP // self.deep), u32(self.deep), u32(self.side), self.along
+        abreast = u32(THREADS // (STEP // self.deep))
+
+        def place(t):
+            load, k = split(t, lanes)
+            if not along:
+                k, load = split(t, abreast)
+            return u32(load * side), u32(k * deep)
+
+        return device_function(place), int(abreast) * self.side
 
 
 @cache
-def forward(sizes: ConvSizes, has_bias: bool, relu: bool, tile: Tile) -> Kernel:
-    """(x, w, w, y, pixels of y, depth, depth): y = x * w + bias, and ReLU. w ends in the biases, if there are any."""
-    F, bias = u32(sizes.F), u32(sizes.K**2 * sizes.C * sizes.F)
+def forward(sizes: ConvSizes, has_bias: bool, relu: bool, aligned: bool, tile: Tile) -> Kernel:
+    """(x, w, w, y, pixels of y, depth, deep): y = x * w + bias, and ReLU. w ends in the biases, if there are any.
 
-    def finished(value, w, f):
-        value = value + w[bias + f] if has_bias else value
-        return value if not relu or value > ZERO else ZERO
-
+    It may be `aligned` to four numbers, here and below.
+    """
+    F, together = u32(sizes.F), _together(sizes.F) if aligned else 1
     seen = _gathered(sizes.H, sizes.W, sizes.C, masked=False)
-    left = Operand(_corner(sizes), _tap(sizes), seen, deep=_together(sizes.C))
-    right = Operand(lambda f: f, lambda k: u32(k * F), lambda w, _, f, k: (w[u32(f + k)],))
-    return _product(tile, sizes.F, left, right, finished)
+    left = Operand(_corner(sizes), _tap(sizes), seen, True, deep=_together(sizes.C))
+    right = Operand(lambda f: f, lambda k: u32(k * F), _weights(together), False, side=together)
+    biases = sizes.K**2 * sizes.C * sizes.F if has_bias else None
+    return _product(tile, sizes.F, left, right, _together(sizes.F) == 4, biases, relu)
 
 
 @cache
-def backward_input(sizes: ConvSizes, relu: bool, tile: Tile) -> Kernel:
-    """(dy, w, y, dx, pixels of x, depth, depth): dx, from dy where y was left by the ReLU."""
+def backward_input(sizes: ConvSizes, relu: bool, aligned: bool, tile: Tile) -> Kernel:
+    """(dy, w, y, dx, pixels of x, depth, deep): dx, from dy where y was left by the ReLU."""
     H, W, C, K, F, stride, top, left, P, Q, *_ = unsigned(sizes)
 
     def pixel(m):
@@ -128,13 +170,15 @@ def backward_input(sizes: ConvSizes, relu: bool, tile: Tile) -> Kernel:
         return offset(a, K, b, u32(C * F), f)
 
     spread = _gathered(sizes.P, sizes.Q, sizes.F, masked=relu) if sizes.stride == 1 else strided
-    right = Operand(lambda c: u32(c * F), weight, lambda w, _, c, k: (w[u32(c + k)],))
-    return _product(tile, sizes.C, Operand(pixel, tap, spread, deep=_together(sizes.F)), right)
+    together = _together(sizes.F) if aligned else 1
+    right = Operand(lambda c: u32(c * F), weight, _weights(together), True, deep=together)
+    gradient = Operand(pixel, tap, spread, True, deep=_together(sizes.F))
+    return _product(tile, sizes.C, gradient, right, _together(sizes.C) == 4)
 
 
 @cache
 def backward_weights(sizes: ConvSizes, has_bias: bool, relu: bool, tile: Tile) -> Kernel:
-    """(x, dy, y, partial, rows, pixels of y, pixels of a slice): partial gradients of the weights, then the biases.
+    """(x, dy, y, partial, rows, pixels of y, deep): partial gradients of the weights, then the biases.
 
     A row more than there are weights of a filter, which sees ones, is the biases' gradient.
     """
@@ -149,14 +193,21 @@ def backward_weights(sizes: ConvSizes, has_bias: bool, relu: bool, tile: Tile) -
         return read(dy, y, u32(f + k), True)
 
     ones = device_function(lambda values: (ONE, ONE, ONE, ONE) if len(values) == 4 else (ONE,))
-    left = Operand(_tap(sizes), _corner(sizes), seen, side=_together(sizes.C))
-    right = Operand(lambda f: f, lambda k: u32(k * F), gradient, side=_together(sizes.F))
+    left = Operand(_tap(sizes), _corner(sizes), seen, False, side=_together(sizes.C))
+    right = Operand(lambda f: f, lambda k: u32(k * F), gradient, False, side=_together(sizes.F))
     return _product(tile, sizes.F, left, right)
 
 
 def _together(channels: int) -> int:
     """Return how many numbers of a pixel a thread loads at once."""
     return 4 if channels % 4 == 0 else 1
+
+
+def _weights(together: int) -> Callable[..., Any]:
+    """Return the function (w, mask, side, depth): so many weights that lie together."""
+    if together == 4:
+        return lambda w, _, f, k: four(w, u32(f + k))
+    return lambda w, _, f, k: (w[u32(f + k)],)
 
 
 def _corner(sizes: ConvSizes) -> Callable[..., Any]:
@@ -216,19 +267,27 @@ def _read(channels: int, masked: bool) -> Any:
 
 
 def _product(
-    tile: Tile, columns: int, left: Operand, right: Operand, finished: Callable[..., Any] = lambda value, b, n: value
+    tile: Tile,
+    columns: int,
+    left: Operand,
+    right: Operand,
+    fours: bool = False,
+    bias: int | None = None,
+    relu: bool = False,
 ) -> Kernel:
-    """Return the kernel (a, b, mask, out, rows, depth, deep): out[slice] (rows, columns) = finished(left @ right).
+    """Return the kernel (a, b, mask, out, rows, depth, deep): out[slice] (rows, columns) = left @ right, and ReLU.
 
-    `finished` is a function (sum, b, column); a block makes one slice of the depth, of `deep` places.
+    A block makes one slice of the depth, of `deep` places. Sums may be written in `fours`; `bias` is where in b those
+    begin that are added.
     """
     row_of, place_of, left_at = map(device_function, (left.of_side, left.of_depth, left.at))
     column_of, depth_of, right_at = map(device_function, (right.of_side, right.of_depth, right.at))
     columns_, across, step = u32(columns), u32(-(-columns // tile.columns)), u32(STEP)
-    finished = device_function(finished)
-    a_loads, b_loads = -(-tile.rows // left.abreast), -(-tile.columns // right.abreast)
+    has_bias, first_bias = bias is not None, u32(bias or 0)
+    (a_first, a_abreast), (b_first, b_abreast) = left.place(), right.place()
+    a_loads, b_loads = -(-tile.rows // a_abreast), -(-tile.columns // b_abreast)
     a_deep, a_side, b_deep, b_side = left.deep, left.side, right.deep, right.side
-    a_lanes, b_lanes, a_abreast, b_abreast = (u32(v) for v in (left.lanes, right.lanes, left.abreast, right.abreast))
+    a_abreast, b_abreast = u32(a_abreast), u32(b_abreast)
     a_once, b_once, high, wide, unrolled = a_deep * a_side, b_deep * b_side, tile.high, WIDE, UNROLLED // tile.high
     a_pitch, b_pitch = tile.rows + SPARE, tile.columns + SPARE
     a_line, b_line, a_half, b_half = u32(a_pitch), u32(b_pitch), u32(STEP * a_pitch), u32(STEP * b_pitch)
@@ -248,13 +307,11 @@ def _product(
         first = u32(part * deep)
         stop = u32(min(depth, u32(first + deep)))
         # what a thread loads: of several rows and columns, its places of every step of the depth
-        a_load, a_k = split(t, a_lanes)
-        a_load, a_k = u32(a_load * u32(a_side)), u32(a_k * u32(a_deep))
+        a_load, a_k = a_first(t)
         for j in range(a_loads):
             m = u32(min(u32(m0 + a_load + u32(j) * a_abreast), u32((rows - u32(1)) // u32(a_side) * u32(a_side))))
             row[3 * j], row[3 * j + 1], row[3 * j + 2] = row_of(m)
-        b_load, b_k = split(t, b_lanes)
-        b_load, b_k = u32(b_load * u32(b_side)), u32(b_k * u32(b_deep))
+        b_load, b_k = b_first(t)
         for j in range(b_loads):
             n = u32(min(u32(n0 + b_load + u32(j) * b_abreast), u32(columns_ - u32(b_side))))
             column[j] = column_of(n)
@@ -305,12 +362,22 @@ def _product(
                         b_tile[place + u32(i * b_pitch if b_deep > 1 else i)] = next_b[j * b_once + i]
             cuda.syncthreads()
             k0 = u32(k0 + step)
-        # write the sums
+        # write the sums, with bias and ReLU
+        n = u32(n0 + b_own)
+        for j in range(wide):
+            right[j] = b[first_bias + u32(min(u32(n + u32(j)), u32(columns_ - u32(1))))] if has_bias else ZERO
         for i in range(high):
             m = u32(m0 + a_own + u32(i))
             for j in range(wide):
-                n = u32(n0 + b_own + u32(j))
+                value = total[i * wide + j] + right[j]
+                total[i * wide + j] = value if not relu or value > ZERO else ZERO
+            place = offset(part, rows, m, columns_, n)
+            if fours:
                 if m < rows and n < columns_:
-                    out[offset(part, rows, m, columns_, n)] = finished(total[i * wide + j], b, n)
+                    put_four(out, place, total[i * 4], total[i * 4 + 1], total[i * 4 + 2], total[i * 4 + 3])
+            else:
+                for j in range(wide):
+                    if m < rows and u32(n + u32(j)) < columns_:
+                        out[u32(place + u32(j))] = total[i * wide + j]
 
-    return Kernel(product, "void(f4[::1], f4[::1], f4[::1], f4[::1], u4, u4, u4)", BLOCK)
+    return Kernel(product, "void(f4[::1], f4[::1], f4[::1], f4[::1], u4, u4, u4)", THREADS)

@@ -19,6 +19,7 @@ from cnnexp.backends.gpu.fused.clocks import EVERY, GpuClocks
 from cnnexp.backends.gpu.fused.kernels import BLOCK
 from cnnexp.backends.gpu.fused.nodes import BatchStep, Context, GradientArena, Partials
 from cnnexp.backends.gpu.kernels.index import u32
+from cnnexp.backends.gpu.kernels.sums import sum_threads
 from cnnexp.backends.gpu.launch import Graphs
 from cnnexp.backends.gpu.shared import CONV_TILE, SharedOps
 from cnnexp.backends.layerwise import FlatProgram, as_float32, in_scope
@@ -307,7 +308,7 @@ def segments(partials: list[Partials], within: list[slice]) -> np.ndarray:
     """Return the table of `kernels.update`, a row per block, uint32 (blocks, SEGMENT), for some parts of the buffer."""
     rows: list[tuple[int, ...]] = []
     for sums, part in itertools.product(partials, within):
-        threads = kernels.sum_threads(sums.parts)
+        threads = sum_threads(sums.parts)
         wide = BLOCK // threads
         end = min(sums.size, part.stop - sums.offset)
         for first in range(max(0, part.start - sums.offset), end, wide):

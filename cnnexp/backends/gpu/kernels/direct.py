@@ -74,34 +74,37 @@ def conv2d_backward_input(sizes: ConvSizes, block: int) -> Kernel:
 
 @cache
 def conv2d_backward_weights(sizes: ConvSizes, block: int) -> Kernel:
-    """partial[s, a, e, c, f] = the gradient of weight (a, e, c, f) over images s, s + slices, ...: one thread each."""
+    """partial[s, a, e, c, f] = the gradient of weight (a, e, c, f) over every `slices`-th row of outputs from s on.
+
+    One thread each; `rows` are those of all images.
+    """
     H, W, C, K, F, stride, top, left, P, Q, groups, dilation = unsigned(sizes)
     seen, each = u32(C // groups), u32(F // groups)  # channels and filters of a group
     padded, grouped = sizes.padded, sizes.groups > 1
 
-    def conv2d_backward_weights(x, dy, partial, images, slices, count):
+    def conv2d_backward_weights(x, dy, partial, rows, slices, count):
         i = u32(cuda.grid(1))
         if i < count:
-            n, a, e, c, f = split(i, K, K, seen, F)
+            s, a, e, c, f = split(i, K, K, seen, F)
             channel = offset(u32(f // each), seen, c) if grouped else c
             down, right = u32(a * dilation), u32(e * dilation)
             total = ZERO
-            while n < images:
-                for p in range(P):
-                    row = offset(p, stride, down)  # in the padded image
-                    if not padded or (top <= row and row < u32(H + top)):
-                        first = offset(n, H, u32(row - top), W, 0, C, channel)
-                        begin = offset(right, C, first)
-                        place = offset(n, P, p, Q, 0, F, f)
-                        for q in range(Q):
-                            col = offset(q, stride, right)
-                            if not padded or (left <= col and col < u32(W + left)):
-                                # without padding, what is added to `begin` is known when the loop is unrolled
-                                pixel = begin + offset(q, stride, 0, C, 0)
-                                if padded:
-                                    pixel = offset(u32(col - left), C, first)
-                                total += x[pixel] * dy[place + offset(q, F, 0)]
-                n = u32(n + slices)
+            while s < rows:
+                n, p = split(s, P)
+                row = offset(p, stride, down)  # in the padded image
+                if not padded or (top <= row and row < u32(H + top)):
+                    first = offset(n, H, u32(row - top), W, 0, C, channel)
+                    begin = offset(right, C, first)
+                    place = offset(s, Q, 0, F, f)
+                    for q in range(Q):
+                        col = offset(q, stride, right)
+                        if not padded or (left <= col and col < u32(W + left)):
+                            # without padding, what is added to `begin` is known when the loop is unrolled
+                            pixel = begin + offset(q, stride, 0, C, 0)
+                            if padded:
+                                pixel = offset(u32(col - left), C, first)
+                            total += x[pixel] * dy[place + offset(q, F, 0)]
+                s = u32(s + slices)
             partial[i] = total
 
     return Kernel(conv2d_backward_weights, "void(f4[::1], f4[::1], f4[::1], u4, u4, u4)", block)

@@ -97,14 +97,32 @@ def four(typing: Any, array: Any, place: Any) -> Any:
     """Return four float32 from a place on, a multiple of four, of an array whose memory begins at one: by one load."""
 
     def code(context: Any, builder: Any, kinds: Any, arguments: Any) -> Any:
-        data = context.make_array(kinds.args[0])(context, builder, arguments[0]).data
-        index = context.cast(builder, arguments[1], kinds.args[1], types.uint64)
-        together = ir.VectorType(ir.FloatType(), 4)
-        loaded = builder.load(builder.bitcast(builder.gep(data, [index]), together.as_pointer()), align=16)
+        loaded = builder.load(_vector(context, builder, kinds, arguments), align=16)
         numbers = [builder.extract_element(loaded, ir.Constant(ir.IntType(32), i)) for i in range(4)]
         return context.make_tuple(builder, kinds.return_type, numbers)
 
     return types.UniTuple(types.float32, 4)(array, place), code
+
+
+@intrinsic
+def put_four(typing: Any, array: Any, place: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
+    """Store four float32 where `four` would load them."""
+
+    def code(context: Any, builder: Any, kinds: Any, arguments: Any) -> Any:
+        numbers = ir.Constant(ir.VectorType(ir.FloatType(), 4), ir.Undefined)
+        for i, value in enumerate(arguments[2:]):
+            numbers = builder.insert_element(numbers, value, ir.Constant(ir.IntType(32), i))
+        builder.store(numbers, _vector(context, builder, kinds, arguments), align=16)
+        return context.get_dummy_value()
+
+    return types.none(array, place, *[types.float32] * 4), code
+
+
+def _vector(context: Any, builder: Any, kinds: Any, arguments: Any) -> Any:
+    """Return the pointer to four numbers of arguments[0] from arguments[1] on."""
+    data = context.make_array(kinds.args[0])(context, builder, arguments[0]).data
+    index = context.cast(builder, arguments[1], kinds.args[1], types.uint64)
+    return builder.bitcast(builder.gep(data, [index]), ir.VectorType(ir.FloatType(), 4).as_pointer())
 
 
 def _words(context: Any, builder: Any, kinds: Any, packed: Any) -> list[Any]:

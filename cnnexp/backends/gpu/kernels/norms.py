@@ -11,9 +11,11 @@ from functools import cache
 from numba import cuda
 
 from cnnexp.backends.gpu.kernels.index import ONE, ZERO, f32, offset, split, u32
-from cnnexp.backends.gpu.kernels.sums import AT_ONCE, OWNERS, THREADS, block_sum, slice_of, sum_every, sum_of
+from cnnexp.backends.gpu.kernels.sums import AT_ONCE, THREADS, block_sum, slice_of, sum_every, sum_of
 from cnnexp.backends.gpu.launch import Kernel
 from cnnexp.network import BatchNorm2d
+
+OWNERS = 2  # channels of a block that puts slices together
 
 
 @sum_of
@@ -112,9 +114,10 @@ def backward_sums(channels: int, relu: bool) -> Kernel:
             for ahead in range(AT_ONCE):  # so many loads before the first is waited for
                 at = u32(row + u32(ahead) * lanes)
                 i = offset(at if at < stop else row, C, c)
-                passed = at < stop and (not relu or y[i] > ZERO)
-                g = dy[i] if passed else ZERO
-                of_n += (x[i] - m) * factor * g
+                value, g = x[i], dy[i]  # by no branch, which other loads would wait for
+                passed = (at < stop) & (y[i] > ZERO if relu else True)
+                g = g if passed else ZERO
+                of_n += (value - m) * factor * g
                 of_dy += g
             row = u32(row + u32(AT_ONCE) * lanes)
         of_n = block_sum(shared, t, of_n, wide, lanes)
@@ -123,6 +126,25 @@ def backward_sums(channels: int, relu: bool) -> Kernel:
             partial[offset(s, C, c)], partial[u32(half + offset(s, C, c))] = of_n, of_dy
 
     return Kernel(backward_sums, f"void({'f4[::1], ' * 6}u4, u4, u4)", THREADS)
+
+
+@cache
+def finish_sums(channels: int) -> Kernel:
+    """dw and db = what `backward_sums` left of each slice, added up: OWNERS channels by a block, as in `statistics`."""
+    C, owners, parts = u32(channels), u32(OWNERS), u32(THREADS // OWNERS)
+
+    def finish_sums(partial, dw, db, half, slices):
+        shared = cuda.shared.array(THREADS, f32)
+        t = u32(cuda.threadIdx.x)
+        part, owner = split(t, owners)
+        c = offset(cuda.blockIdx.x, owners, owner)
+        stop = slices if c < C else u32(0)
+        of_n = block_sum(shared, t, sum_every(partial, c, C, part, stop, parts), owners, parts)
+        of_dy = block_sum(shared, t, sum_every(partial, u32(half + c), C, part, stop, parts), owners, parts)
+        if part == u32(0) and c < C:
+            dw[c], db[c] = of_n, of_dy
+
+    return Kernel(finish_sums, "void(f4[::1], f4[::1], f4[::1], u4, u4)", THREADS)
 
 
 @cache

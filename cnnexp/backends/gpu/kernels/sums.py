@@ -17,10 +17,15 @@ from cnnexp.backends.gpu.kernels.index import ZERO, f32, offset, split, u32
 from cnnexp.backends.gpu.launch import Kernel
 
 THREADS = 256  # of a block
-OWNERS = 8  # sums of a block in `sum_slices`: a sector of memory
+MOST = 32  # threads that share out one sum's slices
 BLOCKS = 4  # of a multiprocessor
 AT_ONCE = 4  # loads that a thread begins before it adds up
 SIDE = 16  # of a tile of a matrix product: THREADS elements
+
+
+def sum_threads(slices: int) -> int:
+    """Return how many threads share out the slices of one sum: four slices each, to begin with."""
+    return min(MOST, 1 << (-(-slices // AT_ONCE) - 1).bit_length())
 
 
 def tiles(rows: int, columns: int) -> int:
@@ -61,9 +66,12 @@ sum_every = sum_of(lambda partial, place: partial[place])
 
 
 @cache
-def sum_slices(has_bias: bool) -> Kernel:
-    """out[i] = sum of partial[s, i] over the slices (+ bias[i % columns]): a block makes OWNERS sums, count in all."""
-    owners, parts, block = u32(OWNERS), u32(THREADS // OWNERS), THREADS
+def sum_slices(has_bias: bool, relu: bool, threads: int) -> Kernel:
+    """out[i] = the sum of partial[s, i] over the slices (+ bias[i % columns]), and ReLU, count in all.
+
+    So many `threads` of a block share out each of its sums.
+    """
+    owners, parts, block = u32(THREADS // threads), u32(threads), THREADS
 
     def sum_slices(partial, bias, out, slices, columns, count):
         sums = cuda.shared.array(block, f32)
@@ -78,7 +86,7 @@ def sum_slices(has_bias: bool) -> Kernel:
             value = bias[u32(i % columns)] if has_bias else ZERO
             for part in range(parts):
                 value += sums[offset(part, owners, t)]
-            out[i] = value
+            out[i] = value if not relu or value > ZERO else ZERO
 
     return Kernel(sum_slices, "void(f4[::1], f4[::1], f4[::1], u4, u4, u4)", THREADS)
 
