@@ -295,6 +295,16 @@ def _product(
     a_next, b_next, row_size, column_size = a_loads * a_once, b_loads * b_once, 3 * a_loads, 3 * b_loads
     lanes, tile_rows, tile_columns = u32(tile.columns // WIDE), u32(tile.rows), u32(tile.columns)
 
+    @device_function
+    def write(out, place, n, values):
+        if fours:
+            if n < columns_:
+                put_four(out, place, values[0], values[1], values[2], values[3])
+        else:
+            for j in range(wide):
+                if u32(n + u32(j)) < columns_:
+                    out[u32(place + u32(j))] = values[j]
+
     def product(a, b, mask, out, rows, depth, deep):
         a_tile = cuda.shared.array(a_size, f32, alignment=16)
         b_tile = cuda.shared.array(b_size, f32, alignment=16)
@@ -370,14 +380,8 @@ def _product(
             m = u32(m0 + a_own + u32(i))
             for j in range(wide):
                 value = total[i * wide + j] + right[j]
-                total[i * wide + j] = value if not relu or value > ZERO else ZERO
-            place = offset(part, rows, m, columns_, n)
-            if fours:
-                if m < rows and n < columns_:
-                    put_four(out, place, total[i * 4], total[i * 4 + 1], total[i * 4 + 2], total[i * 4 + 3])
-            else:
-                for j in range(wide):
-                    if m < rows and u32(n + u32(j)) < columns_:
-                        out[u32(place + u32(j))] = total[i * wide + j]
+                left[j] = value if not relu or value > ZERO else ZERO
+            if m < rows:
+                write(out, offset(part, rows, m, columns_, n), n, (left[0], left[1], left[2], left[3]))
 
     return Kernel(product, "void(f4[::1], f4[::1], f4[::1], f4[::1], u4, u4, u4)", THREADS)
