@@ -3,7 +3,7 @@
 A network's images stay where they were loaded, as bytes: `order[1:]` lists the images of the steps to come, a batch
 starts at `order[0] + ahead` in it. `outcomes` has (loss, hit) of each. Gradients of parameters are partial sums in an
 arena; `update` adds them up in a fixed order and takes the step. Every partial sum is written at every step, by zero
-where a short batch has no image for it. The layers' kernels are in `conv_kernels` and `linear_kernels`.
+where a short batch has no image for it. The layers' kernels are in the modules beside this one.
 """
 
 from __future__ import annotations

@@ -243,9 +243,9 @@ class FusedProduct(FusedNode):
         self._bias = self._w[-F:] if has_bias else None
         self._of_x, self._of_y, self._rows = sizes.H * sizes.W, sizes.P * sizes.Q, taps * C + has_bias
         of_x, of_y, gpu = context.batch_size * self._of_x, context.batch_size * self._of_y, context.gpu.multiprocessors
-        self._y_cut = product_kernels.cut(of_y, F, taps * C, 3 * gpu)
-        self._x_cut = product_kernels.cut(of_x, C, taps * F, 3 * gpu)
-        self._w_cut = product_kernels.cut(self._rows, F, of_y, 4 * gpu)
+        self._y_cut = product_kernels.cut(of_y, F, taps * C, 3 * gpu, C)
+        self._x_cut = product_kernels.cut(of_x, C, taps * F, 3 * gpu, F)
+        self._w_cut = product_kernels.cut(self._rows, F, of_y, 4 * gpu, C)
         whole = self._y_cut.slices == 1  # else what adds up the slices does the rest
         aligned = stage.weight.offset % 4 == 0
         self._forward = product_kernels.forward(sizes, has_bias and whole, relu and whole, aligned, self._y_cut.tile)

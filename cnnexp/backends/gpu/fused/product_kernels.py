@@ -76,13 +76,14 @@ class Cut:
         return self.tile.blocks(rows, self.columns) * self.slices
 
 
-def cut(rows: int, columns: int, depth: int, blocks: int) -> Cut:
+def cut(rows: int, columns: int, depth: int, blocks: int, channels: int) -> Cut:
     """Return how to cut a product so that there are about so many `blocks`, if slices are not to be too short.
 
     High tiles serve more products by a number that is staged, where there are blocks enough and few rows too many.
+    Narrow ones have many rows, which take too many registers where the left operand's `channels` are loaded one by one.
     """
     most = max(1, depth // (LEAST * STEP))  # slices
-    wide = 16 if columns <= 16 else 32 if columns <= 32 else 64
+    wide = 16 if columns <= 16 and _together(channels) > 1 else 32 if columns <= 32 else 64
     low, tile = Tile(wide, 4), Tile(wide, 8)
     padded, least = (-(-rows // one.rows) * one.rows for one in (tile, low))
     if 6 * padded > 7 * least or 4 * most * tile.blocks(rows, columns) < 3 * blocks:
