@@ -77,8 +77,8 @@ BUDGETS = {
     "conv_kernels.conv2d_backward_input": (80, 4.0),
     "linear_kernels.linear_head": (96, 6.0),
     "product_kernels.product": (128, 1.6),
+    **{f"product_kernels.product of {name}": (128, 2.1) for name in ("two classes", "padded residual")},  # few columns
 }
-REGISTERS = 128  # of any other kernel
 compiled: set[tuple] = set()  # kernels are kept by their sizes, so two backends share some
 
 
@@ -142,7 +142,7 @@ def test_kernels_compile_within_their_budgets(launched, name, program, targets):
         key = f"{kernel.function.__module__.rpartition('.')[2]}.{kernel.function.__name__}"
         if (name, key) == ("gpu-shared-input", "tiled.conv2d"):
             key = "direct.conv2d"  # its filters, too, come from global memory by an address for each product
-        most, per_fma = BUDGETS.get(f"{key} of {program}", BUDGETS.get(key, (REGISTERS, math.inf)))
+        most, per_fma = BUDGETS.get(f"{key} of {program}", BUDGETS.get(key, (128, math.inf)))
         for target in targets:
             ptx, registers, spills, shared = compiled_code(kernel, target)
             assert re.search(rf"^\.target sm_{target[0]}{target[1]}{target[2]}\s*$", ptx, re.MULTILINE), what

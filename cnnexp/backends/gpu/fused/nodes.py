@@ -270,7 +270,7 @@ class FusedProduct(FusedNode):
                 self._ops.sum_slices(made, dx)
 
     def _multiply(
-        self, step: BatchStep, kernel: Kernel, cut: Cut, arrays: tuple[Tensor, ...], pixels: int, out: Tensor
+        self, step: BatchStep, kernel: Kernel, cut: Cut, arrays: tuple[Tensor | None, ...], pixels: int, out: Tensor
     ) -> Tensor:
         """Enqueue a product with a row for each pixel; return `out`, or its slices where the depth is cut."""
         self._ops.stream = step.stream
