@@ -32,13 +32,33 @@ class SavedNorm:
     relu: Tensor | None = None  # its output, where a ReLU after it is part of it
 
 
+class Scratch:
+    """Room for partial sums, and what adds them up."""
+
+    def __init__(self) -> None:
+        self._rooms = [device.empty((1,), np.float32)]  # the last; a captured graph may use an earlier one
+
+    def take(self, slices: int, size: int) -> Tensor:
+        """Return scratch (slices, size), valid until asked for again."""
+        if self._rooms[-1].size < slices * size:
+            self._rooms.append(device.empty((slices * size,), np.float32))
+        return Tensor(self._rooms[-1].flat, (slices, size))
+
+    def add_up(self, stream: Any, partial: Tensor, out: Tensor, bias: Tensor | None = None, relu: bool = False) -> None:
+        """Fill out with the sums over the slices of partial (slices, out.size), plus a bias if there is one; ReLU."""
+        threads, columns = sums.sum_threads(len(partial)), out.size if bias is None else bias.size
+        kernel = sums.sum_slices(bias is not None, relu, threads)
+        blocks, sizes = -(-out.size * threads // sums.THREADS), map(u32, (len(partial), columns, out.size))
+        kernel.launch(blocks, stream, partial, out if bias is None else bias, out, *sizes)
+
+
 class NaiveOps:
     """`Ops` (see `protocol`) on device arrays, nothing of a convolution staged in shared memory."""
 
     def __init__(self, gpu: Gpu, block: int) -> None:
         self.stream: Any = 0
         self._block, self._multiprocessors = block, gpu.multiprocessors
-        self._scratch = [device.empty((1,), np.float32)]  # the last; a captured graph may use an earlier one
+        self.scratch = Scratch()
         self._nothing = device.empty((1,), np.float32)  # stands for an absent bias or slot
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Tensor:
@@ -87,7 +107,7 @@ class NaiveOps:
         rows = len(x) * sizes.P
         partial, kernel = self._slices(rows, dw), direct.conv2d_backward_weights(sizes, self._block)
         kernel.over(partial.size, self.stream, x, dy, partial, u32(rows), u32(len(partial)))
-        self.sum_slices(partial, dw)
+        self.scratch.add_up(self.stream, partial, dw)
 
     def elementwise(self, layer: Elementwise, x: Tensor, y: Tensor) -> None:
         layers.elementwise(layer, self._block).over(x.size, self.stream, x, y)
@@ -118,7 +138,7 @@ class NaiveOps:
         self, layer: BatchNorm2d, x: Tensor, w: Tensor, b: Tensor, mean: Tensor, variance: Tensor, y: Tensor, saved: Any
     ) -> None:
         (m, inverse), cut = saved.statistics, self._columns(x, w)
-        partial, sizes = self.partial(2 * cut.slices, w.size), (u32(cut.rows), u32(cut.deep))
+        partial, sizes = self.scratch.take(2 * cut.slices, w.size), (u32(cut.rows), u32(cut.deep))
         norms.moments(w.size).launch(cut.blocks, self.stream, x, partial, *sizes)
         arrays = partial, m, inverse, mean, variance
         norms.statistics(layer, w.size).launch(-(-w.size // norms.OWNERS), self.stream, *arrays, *sizes)
@@ -135,7 +155,7 @@ class NaiveOps:
         self, x: Tensor, w: Tensor, dy: Tensor, saved: Any, dx: Tensor | None, dw: Tensor, db: Tensor
     ) -> None:
         relu, y, cut = saved.relu is not None, saved.relu or dy, self._columns(x, w)
-        partial = self.partial(2 * cut.slices, w.size)
+        partial = self.scratch.take(2 * cut.slices, w.size)
         half, sizes = u32(cut.slices * w.size), (u32(cut.rows), u32(cut.deep))
         kernel = norms.backward_sums(w.size, relu)
         kernel.launch(cut.blocks, self.stream, x, *saved.statistics, y, dy, partial, half, *sizes)
@@ -157,13 +177,13 @@ class NaiveOps:
         (rows, columns), depth = y.shape, x.shape[0 if transposed[0] else 1]
         deep = sums.deep(self._multiprocessors, rows, columns, depth)
         parts = -(-depth // deep)
-        partial = y if parts == 1 else self.partial(parts, y.size)
+        partial = y if parts == 1 else self.scratch.take(parts, y.size)
         kernel = sums.matmul(*transposed, b is not None and parts == 1)
         sizes = (u32(size) for size in (rows, columns, depth, deep))
         blocks = sums.tiles(rows, columns) * parts
         kernel.launch(blocks, self.stream, x, w, self._or_nothing(b), partial, *sizes)
         if parts > 1:
-            self.sum_slices(partial, y, b)
+            self.scratch.add_up(self.stream, partial, y, b)
 
     def linear_backward(
         self, x: Tensor, w: Tensor, dy: Tensor, dx: Tensor | None, dw: Tensor, db: Tensor | None
@@ -192,27 +212,14 @@ class NaiveOps:
     def _sum_columns(self, dy: Tensor, out: Tensor) -> None:
         """out[c] = the sum of dy (..., C) over all but the column."""
         cut = self._columns(dy, out)
-        partial = self.partial(cut.slices, out.size)
+        partial = self.scratch.take(cut.slices, out.size)
         sums.column_sums(out.size).launch(cut.blocks, self.stream, dy, partial, u32(cut.rows), u32(cut.deep))
-        self.sum_slices(partial, out)
-
-    def sum_slices(self, partial: Tensor, out: Tensor, bias: Tensor | None = None, relu: bool = False) -> None:
-        """Fill out with the sums over the slices of partial (slices, out.size), plus a bias if there is one; ReLU."""
-        threads, columns = sums.sum_threads(len(partial)), out.size if bias is None else bias.size
-        kernel = sums.sum_slices(bias is not None, relu, threads)
-        blocks, sizes = -(-out.size * threads // sums.THREADS), map(u32, (len(partial), columns, out.size))
-        kernel.launch(blocks, self.stream, partial, self._or_nothing(bias), out, *sizes)
+        self.scratch.add_up(self.stream, partial, out)
 
     def _slices(self, most: int, dw: Tensor) -> Tensor:
         """Return scratch for dw of at most so many slices, but no more than give the whole GPU work."""
         blocks = -(-dw.size // self._block)  # of a slice
-        return self.partial(min(most, -(-sums.BLOCKS * self._multiprocessors // blocks)), dw.size)
-
-    def partial(self, slices: int, size: int) -> Tensor:
-        """Return scratch (slices, size), valid until asked for again."""
-        if self._scratch[-1].size < slices * size:
-            self._scratch.append(device.empty((slices * size,), np.float32))
-        return Tensor(self._scratch[-1].flat, (slices, size))
+        return self.scratch.take(min(most, -(-sums.BLOCKS * self._multiprocessors // blocks)), dw.size)
 
     def _or_nothing(self, array: Tensor | None) -> Tensor:
         return self._nothing if array is None else array

@@ -63,7 +63,7 @@ class SharedOps(NaiveOps):
         partial, groups = self._slices(len(x), dw), -(-dw.size // self._block)
         kernel = tiled.conv2d_backward_weights(sizes, rows, self._stage_filters, self._block)
         kernel.launch(groups * len(partial), self.stream, x, dy, partial, u32(len(x)), u32(len(partial)))
-        self.sum_slices(partial, dw)
+        self.scratch.add_up(self.stream, partial, dw)
 
 
 def flipped(sizes: ConvSizes) -> ConvSizes:

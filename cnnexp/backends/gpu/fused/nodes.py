@@ -233,7 +233,7 @@ class FusedProduct(FusedNode):
     """A convolution of many channels or a linear layer, and the ReLU after it: products of `product_kernels`."""
 
     def __init__(self, context: Context, stage: net.ConvStage | net.LinearStage, relu: bool, before: FusedNode) -> None:
-        self._before, self._w, self._relu, self._ops = before, context.view(stage), relu, context.ops
+        self._before, self._w, self._relu, self._scratch = before, context.view(stage), relu, context.ops.scratch
         self._allocate(context, stage.output_shape)
         if isinstance(stage, net.ConvStage):
             sizes = conv_block(stage, 1, relu, False).sizes
@@ -257,7 +257,7 @@ class FusedProduct(FusedNode):
         y = self.y[: step.count]
         made = self._multiply(step, self._forward, self._y_cut, (self._before.y, self._w, self._w), self._of_y, y)
         if made is not y:
-            self._ops.sum_slices(made, y, self._bias, self._relu)
+            self._scratch.add_up(step.stream, made, y, self._bias, self._relu)
 
     def backward(self, step: BatchStep) -> None:
         arrays = self._before.y, self.dy, self.y, self._partials.memory
@@ -267,14 +267,13 @@ class FusedProduct(FusedNode):
             dx = self._before.dy[: step.count]
             made = self._multiply(step, self._input, self._x_cut, (self.dy, self._w, self.y), self._of_x, dx)
             if made is not dx:
-                self._ops.sum_slices(made, dx)
+                self._scratch.add_up(step.stream, made, dx)
 
     def _multiply(
         self, step: BatchStep, kernel: Kernel, cut: Cut, arrays: tuple[Tensor | None, ...], pixels: int, out: Tensor
     ) -> Tensor:
         """Enqueue a product with a row for each pixel; return `out`, or its slices where the depth is cut."""
-        self._ops.stream = step.stream
-        rows, made = step.count * pixels, out if cut.slices == 1 else self._ops.partial(cut.slices, out.size)
+        rows, made = step.count * pixels, out if cut.slices == 1 else self._scratch.take(cut.slices, out.size)
         kernel.launch(cut.blocks(rows), step.stream, *arrays, made, u32(rows), u32(cut.depth), u32(cut.deep))
         return made
 
