@@ -13,6 +13,7 @@ from networks import NETWORKS
 from benchmarks.networks import NETWORKS as TIMED
 from cnnexp import SGD, Adam
 from cnnexp.backends.simd.layouts import NHWC, Blocked
+from cnnexp.backends.simd.lowering import Plan
 from cnnexp.backends.simd.runtime.program import make_plan
 from cnnexp.network import BatchNorm2d, Conv2d, Flatten, GlobalAvgPool, Linear, MaxPool2d, Network, ReLU, Residual, Tanh
 from cnnexp.network.shapes import FlattenStage, walk
@@ -103,6 +104,13 @@ def test_what_leaves_the_second_cache_goes_by_parts_of_a_vector(target):
     cpu = replace(computed(network, TARGETS[target], "channels"), l2_bytes=1 << 12)
     assert make_plan(network, cpu, 10).arena.images == cpu.lanes // (4 if target == "wide" else 2)
     check_case(OnTarget(cpu), make_case(network, images=19))
+
+
+@pytest.mark.parametrize("images", [1, 2, 4])
+def test_a_tile_is_what_the_second_cache_holds_between_two_seams(images):
+    network, cpu = TIMED["mobilenet"][1], TARGETS["avx2"]
+    fits = Plan(network, cpu, images / cpu.lanes, 32).between_seams
+    assert make_plan(network, replace(cpu, l2_bytes=fits), 32).arena.images == images
 
 
 @pytest.mark.parametrize("first_row", [0, 1000])

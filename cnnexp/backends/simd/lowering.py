@@ -141,6 +141,19 @@ class Plan:
         return rows
 
     @property
+    def between_seams(self) -> int:
+        """Bytes that a tile needs near between two seams of the backward pass, with those brought for the next tile.
+
+        Of a convolution three tensors as its input and three as its output: x, dy and dx of the normalization behind
+        it, its own dx, and of the one before it x and y, which is made again.
+        """
+        floats = self.arena.floats
+        near = {n.name: 3 * (floats(n.x) + floats(n.y)) for n in self.nodes if isinstance(n, ConvolutionNode)}
+        for (name, kernel), brought in self.brought.items():
+            near[name] += sum(map(floats, brought)) if kernel.startswith(BACKWARD) else 0
+        return 4 * max(near.values(), default=0)
+
+    @property
     def _first_trained(self) -> int:
         trained = (i for i, node in enumerate(self.nodes) if node.trains and not self.target.forward_only)
         return next(trained, len(self.nodes))
