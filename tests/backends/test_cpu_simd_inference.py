@@ -7,7 +7,7 @@ from queue import SimpleQueue
 
 import numpy as np
 import pytest
-from backends.on_target import HOST
+from backends.on_target import HOST, TARGETS
 from commands import often, raises
 from conformance import check_scores, make_case, started
 from networks import NETWORKS
@@ -41,6 +41,20 @@ def test_a_program_that_only_predicts_gives_the_oracles_scores(name):
         np.testing.assert_allclose(program.probabilities(few), wanted, rtol=1e-5, atol=1e-7)
     assert set(program.state()) == {"step", *case.state}
     raises(TypeError, "predicts and does not train", program.train, handle, np.arange(4), 0.1)
+
+
+@pytest.mark.parametrize(("batch", "l2_bytes"), [(12, 1 << 10), (24, 1 << 10), (40, 1 << 21)])
+@pytest.mark.parametrize("target", ["avx2", "wide"])
+def test_few_images_have_the_scores_that_they_have_among_many(target, batch, l2_bytes):
+    """A linear layer's tiles follow how many there are, and whether its weights come from beyond L2."""
+    case = make_case(Network((30,), (Linear(70), ReLU(), Linear(33))), images=41)
+    program = ForwardProgram(case.network, case.loss, SGD(), batch, replace(TARGETS[target], l2_bytes=l2_bytes), 1)
+    program.restore(case.state)
+    check_scores(program, handle := program.load(case.images, case.labels), case)
+    scores = program.predict(handle)
+    for count in range(1, 41):
+        few = program.load(case.images[-count:], case.labels[-count:])
+        np.testing.assert_array_equal(program.predict(few), scores[-count:])
 
 
 def test_batch_norm_costs_nothing_after_a_convolution():

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 from llvmlite import ir
 
-from cnnexp.backends.simd.compiler.emit import Emitter, Pointer, Sums, chunks
+from cnnexp.backends.simd.compiler.emit import LINE_FLOATS, Emitter, Pointer, Sums, chunks
 from cnnexp.backends.simd.layouts import Views
 
 LATENCY = 8
@@ -155,6 +155,7 @@ class Steps:
     Attributes:
         x: floats of x from run to run, and from step to step. w: likewise of w.
         vector_stride: floats from vector to vector of w; None for a vector's.
+        ahead: steps after which the w that is brought to L1 meanwhile is read; none is if 0.
     """
 
     rows: int | ir.Value
@@ -162,6 +163,7 @@ class Steps:
     x: tuple[int, int]
     w: tuple[int, int]
     vector_stride: int | None = None
+    ahead: int = 0
 
 
 def add_products(
@@ -175,6 +177,8 @@ def add_products(
         with k.loop(steps.run) as r:
             here, there = source.at(r, steps.x[1]), weights.at(r, steps.w[1])
             row = [k.load_part(there + v * vector_stride, lanes) for v, lanes in enumerate(valid)]
+            for line in range(0, len(row) * k.lanes, LINE_FLOATS) if steps.ahead else ():
+                k.prefetch(there + (steps.ahead * steps.w[1] + line))
             for place, sums in zip(places, totals, strict=True):
                 value = k.splat(here + place)
                 for total, weight in zip(sums, row, strict=True):
