@@ -59,7 +59,7 @@ WEIGHT_PASSES = 6
 HEAVY = 8
 """How much larger than a batch's activations parameters must be for threads to share a tile of all of it."""
 
-NEARLY, NEAR = 1.02, 1.1
+NEARLY, NEAR = 1.02, 1.06
 """How much longer an image may take in a larger part of a vector, and in one that L2 holds, by the cost model."""
 
 PREDICTED = 128

@@ -36,7 +36,7 @@ FEW_IMAGES = 8, 4
 STEPS_AHEAD = 32
 """Of a sum, by which weights from beyond L2 are brought near where one tile has all images.
 
-Of several the first would wait for memory, the others compute. Wide MLP predicts 16 images in 0.77 of the time.
+Of several tiles the first would wait for memory. Wide MLP predicts 16 images in 0.77 of the time.
 """
 
 MANY_IMAGES = 64
