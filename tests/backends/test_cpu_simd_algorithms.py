@@ -10,12 +10,16 @@ from backends.on_target import AVX2, AVX512, NETWORKS, TARGETS
 from conformance import BARELY_CLEAR, check_gradients, check_scores, clear_case, make_case, oracle, started
 from llvmlite import ir
 from machine_code import CPUS, Cpu, KernelProgram, add_function, product_loops
+from numba import njit
 from tables import each
 
 from cnnexp import GELU, SGD, AvgPool2d, BatchNorm2d, Conv2d, Dropout, Flatten, Linear, Loss, MaxPool2d, Network, ReLU
 from cnnexp.backends import simd
 from cnnexp.backends.simd import CpuSimd
+from cnnexp.backends.simd.algorithms.reorder import reorder
+from cnnexp.backends.simd.compiler.compose import compose
 from cnnexp.backends.simd.compiler.emit import FLOAT, INDEX, Target
+from cnnexp.backends.simd.layouts import Arena
 from cnnexp.backends.simd.lowering import Plan
 from cnnexp.backends.simd.planner import ALGORITHMS, allowed, candidates, choose_nodes, split
 from cnnexp.errors import ConfigError
@@ -228,6 +232,20 @@ def test_a_window_of_the_whole_image_is_a_linear_layer_where_rows_follow(after, 
     chosen = {node.name: node.algorithm for node in choose_nodes(network, AVX2, 16)}
     assert (chosen["conv2"] == "wide") is linear
     assert chosen["conv1"] != "wide"
+
+
+@pytest.mark.parametrize("images", [1, 3, 8])
+def test_a_change_of_layout_leaves_the_rows_of_other_images_alone(images):
+    arena, target = Arena(8, 1, images), TARGETS["avx2"]
+    x, y = arena.blocked((1, 1, 13)), arena.nc(13)
+    memory = np.random.default_rng(0).standard_normal(arena.size + 8 * y.stride).astype(np.float32)
+    before, rows = memory.copy(), slice(int(y.offset), int(y.offset) + images * y.stride)
+    run = compose("reorder", target, [("to_rows", lambda k: reorder(k, x, y))])
+    njit(lambda memory: run(memory, memory, memory, images))(memory)
+    expected = before[int(x.offset) :][: 13 * 8].reshape(13, 8).T[:images]
+    np.testing.assert_array_equal(memory[rows].reshape(images, -1)[:, :13], expected)
+    memory[rows] = before[rows]
+    np.testing.assert_array_equal(memory, before)
 
 
 def test_what_stands_between_convolutions_keeps_their_layout_and_shares_room():

@@ -83,7 +83,7 @@ class Plan:
                 cycles = works(node, node.input_layout or NC, target, self.share, False)["forward"].cycles
                 node.parts = target.parts if cycles * self.share > target.part_cycles else 1
         self._cuts = [i for i, node in enumerate(nodes) if node.seams(self)]
-        whole = any(node.whole_vectors or (node.whole_backward and not target.forward_only) for node in nodes)
+        whole = any(node.whole_vectors for node in nodes)
         most = groups * target.lanes if whole else most
         self._chained, self.least = (2, MANY_TILES * most) if share >= MANY_TILES * most else (1, min(share, most + 1))
         self.share, self.owns = min(share, most), share <= most

@@ -106,8 +106,6 @@ class Node(Generic[X, Y]):
     """Whether threads may share its forward kernel."""
     parts = 1
     """How many parts that is cut into."""
-    whole_backward: ClassVar[bool] = False
-    """Whether those of its backward pass alone do."""
     keeps_x: bool = True
     """Whether its backward pass reads its input."""
     keeps_y: bool = True

@@ -5,7 +5,7 @@ from __future__ import annotations
 from llvmlite import ir
 
 from cnnexp.backends.simd.compiler import trace
-from cnnexp.backends.simd.compiler.emit import INDEX, LINE_FLOATS, Emitter, Pointer
+from cnnexp.backends.simd.compiler.emit import INDEX, Emitter, Pointer
 from cnnexp.backends.simd.compiler.trace import Traced
 from cnnexp.optimizers import Optimizer
 
@@ -47,15 +47,6 @@ def add(k: Emitter) -> None:
         target, source = total.at(i, k.lanes), other.at(i, k.lanes)
         k.store(k.add(k.load(target), k.load(source)), target)
         k.store(k.zero(), source)
-
-
-def fetch(k: Emitter) -> None:
-    """Have `count` parameters brought near that other threads have changed. Buffers: them, and two unused.
-
-    As many lines at once as a core can wait for, where the kernels that read them would wait for a few each time.
-    """
-    with k.loop(k.groups(LINE_FLOATS)) as i:
-        k.prefetch(k.parameters.at(i, LINE_FLOATS))
 
 
 def own_arena(k: Emitter, stride: int) -> Pointer:

@@ -66,10 +66,7 @@ def make_work(plan: Plan, loss: Loss, optimizer: Optimizer, key: str, library: i
     compiled = compiler(key)
     run_batch = _make_batch(plan, loss, compiled, library)
     update_share = _make_update(plan, optimizer, compiled, library)
-    target, added, owned = plan.target, plan.parameters.added, plan.parameters.owned
-    fetches = 0 < 4 * owned <= target.l2_bytes // 2
-    fetch = compose("fetch", target, [("owned", update.fetch)], library)
-    start_clocks, charge_wait, charge_update = (clocking(plan, name) for name in ("start", "wait", "update"))
+    start_clocks, charge_wait = (clocking(plan, name) for name in ("start", "wait"))
 
     def work(call: Call) -> None:
         """Do one thread's part."""
@@ -93,9 +90,6 @@ def make_work(plan: Plan, loss: Loss, optimizer: Optimizer, key: str, library: i
                 wait(call.flags, call.rank, call.threads)
                 for share in range(mine, next_):
                     charge_wait(call.arenas[share])
-                if fetches and call.threads > 1:
-                    fetch(call.parameters[added:], call.gradients[mine], call.arenas[mine], owned)
-                    charge_update(call.arenas[mine])
 
     return compiled(work)
 

@@ -124,7 +124,7 @@ def image_rows(arena: Arena, x: Blocked) -> NHWC:
 
 def list_group(k: Emitter, lists: EventLists, x: Blocked, g: ir.Value, db: Pointer | None) -> None:
     """Turn a group of x to rows, where patches lie, and list its events."""
-    to_rows(k, x.stored(k, g), lists.x.stored(k, 0), x.stride // k.lanes, lists.x.stride)
+    to_rows(k, x.stored(k, g), lists.x.stored(k, 0), x.stride // k.lanes, lists.x.stride, INDEX(k.lanes))
     list_events(k, lists, g, INDEX(0), math.prod(lists.y.shape[:2]), db)
 
 

@@ -50,7 +50,7 @@ class Wide(Dense):
         return "images" if kernel == "backward_input" else self.holds
 
     algorithm = "wide"
-    whole_vectors, whole_backward, in_parts = False, True, True
+    whole_vectors, in_parts = False, True
 
     def work(self, target: Target, images: int, needs_dx: bool) -> dict[str, Work]:
         features, outputs = self.stage.weight.shape
