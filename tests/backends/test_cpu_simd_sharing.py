@@ -58,7 +58,7 @@ NETWORKS = {
 def test_kernels_on_the_scratch_buffer_are_others():
     plan = Plan(NETWORKS["resnet"], HOST, 1, 40)
     node, keys = copy.copy(plan.nodes[0]), set()
-    for offset in (Offset(64), Offset(128), Offset(-128)):
+    for offset in (Offset(16), Offset(32), Offset(-16)):  # an arena begins behind them: of no other tensor
         node.x = replace(node.x, offset=offset)
         keys.add(plan._key(node, "forward", "forward")[0])
     assert len(keys) == 2
