@@ -33,8 +33,9 @@ def explain(error: Exception, config_keys: Callable[[], Sequence[str]]) -> Confi
 
     `config_keys` returns the dotted keys of a config that does compose; it is asked only when a key is unknown.
     """
-    raised_in = list(traceback.walk_tb(error.__traceback__))[-1][0].f_globals["__name__"]
-    if not {module.partition(".")[0] for module in (str(raised_in), type(error).__module__)} & COMPOSERS:
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    raised_in = str(frames[-1].f_globals["__name__"])
+    if not {module.partition(".")[0] for module in (raised_in, type(error).__module__)} & COMPOSERS:
         return None
     text = re.sub(r"^LexerNoViableAltException: ", "", said := str(error) or str(error.__cause__))
     if match := re.match(r"Could not (?:override|delete from config\.) '([^']+)'", text):
@@ -48,7 +49,8 @@ def explain(error: Exception, config_keys: Callable[[], Sequence[str]]) -> Confi
         mark = error.problem_mark
         return ConfigError(f"{mark.name}, line {mark.line + 1}: not YAML: {error.problem}")
     if isinstance(error, UnicodeDecodeError):
-        return ConfigError(f"{_file_read(error)}: not UTF-8 text: {error}")
+        read = [frame.f_locals["full_path"] for frame in frames if "full_path" in frame.f_locals]  # of Hydra
+        return ConfigError(f"{read[-1] if read else 'a config file'}: not UTF-8 text: {error}")
     if text != said or "token recognition error" in text:
         return ConfigError(
             f"cannot read {_one_line(text).rstrip(' ^')}; quote a value of other letters: KEY=\"'VALUE'\""
@@ -59,13 +61,6 @@ def explain(error: Exception, config_keys: Callable[[], Sequence[str]]) -> Confi
     typed = getattr(error, "override", None)  # of Hydra's parser
     how = "close its brackets, or quote the value: KEY=\"'VALUE'\""
     return ConfigError(f"{typed}: cannot be read ({_one_line(text)}); {how}" if typed else _one_line(text))
-
-
-def _file_read(error: Exception) -> str:
-    """Return the config file that Hydra was reading when an exception was raised, as its own frames have it."""
-    frames = (frame.f_locals for frame, _ in traceback.walk_tb(error.__traceback__))
-    found = [str(variables["full_path"]) for variables in frames if "full_path" in variables]
-    return found[-1] if found else "a config file"
 
 
 def _unknown_key(key: str, text: str, keys: Sequence[str]) -> ConfigError:

@@ -69,26 +69,20 @@ def answer(question: bytes) -> bytes:
     """Answer how wide the `VECTORS` are, or what the backend of a name computes on; or in one line why it cannot."""
     name = question.decode()
     try:
-        return (_vectors() if name == VECTORS else _trial(name)).encode()
+        if name == VECTORS:
+            from cnnexp.backends.simd.compiler.host import host_target
+
+            lanes = host_target().lanes
+            return f"{lanes * FLOAT_BITS} bits, {lanes} float32 at once".encode()
+        backend = backend_class(name)()
+        verdict, text = examine(backend, backend_class(reference_of(name))(), TRIAL)
+        if verdict != "right":
+            return f"no: {text}".encode()
+        threads = f"{backend.threads} thread{'s' if backend.threads > 1 else ''} of " if not backend.on_gpu else ""
+        return f"yes, on {threads}{backend.device_name}".encode()
     except Exception as error:  # also what a broken installation raises: it is this command's news
         text = (str(error).splitlines() or [""])[0]
         return f"no: {text if isinstance(error, CnnexpError) else f'{type(error).__name__}: {text}'}".encode()
-
-
-def _vectors() -> str:
-    from cnnexp.backends.simd.compiler.host import host_target
-
-    lanes = host_target().lanes
-    return f"{lanes * FLOAT_BITS} bits, {lanes} float32 at once"
-
-
-def _trial(name: str) -> str:
-    backend = backend_class(name)()
-    verdict, text = examine(backend, backend_class(reference_of(name))(), TRIAL)
-    if verdict != "right":
-        return f"no: {text}"
-    threads = f"{backend.threads} thread{'s' if backend.threads > 1 else ''} of " if not backend.on_gpu else ""
-    return f"yes, on {threads}{backend.device_name}"
 
 
 def _around() -> Iterator[tuple[str, str]]:

@@ -94,7 +94,7 @@ class Server(ThreadingHTTPServer):
         # a Flatten only shows its input again, and so does a Dropout outside training
         shown = [(stage, y[0]) for stage, y in outputs if not isinstance(stage.layer, Flatten | Dropout)]
         return {
-            "image": _text(image),
+            "image": base64.b64encode(image.tobytes()).decode(),
             "doubt": self._classifier.doubt(picture, image),
             "probabilities": probabilities.tolist(),
             "layers": [{"name": stage.name, "output": stage.output_shape, **_maps(y)} for stage, y in shown],
@@ -169,8 +169,5 @@ def _maps(y: np.ndarray) -> dict[str, Any]:
     largest = float(np.abs(y).max())
     shown = min(y.shape[2], MOST_MAPS)
     numbers = np.rint(y[:, :, :shown].transpose(2, 0, 1) * (127 / (largest or 1.0))).astype(np.int8)
-    return {"shape": y.shape, "shown": shown, "largest": largest, "numbers": _text(numbers)}
-
-
-def _text(numbers: np.ndarray) -> str:
-    return base64.b64encode(np.ascontiguousarray(numbers).tobytes()).decode()
+    text = base64.b64encode(numbers.tobytes()).decode()
+    return {"shape": y.shape, "shown": shown, "largest": largest, "numbers": text}

@@ -14,7 +14,7 @@ from cnnexp.app.console import LINE, make_console, say
 from cnnexp.app.resume import find_run, folder_of
 from cnnexp.backends import backend_class
 from cnnexp.errors import ConfigError
-from cnnexp.measuring.explanation import Row, Side, rows, sentences, side_of, sides_of
+from cnnexp.measuring.explanation import Side, rows, sentences, side_of, sides_of
 from cnnexp.measuring.ledger import Ledger, Profiled, report, report_beside
 from cnnexp.system.table import rounded
 from cnnexp.tracking.events import read_journal
@@ -116,34 +116,22 @@ def screen(sides: Sequence[Side], title: str, width: int = LINE, blocks: bool = 
     if table:
         lines.append(f"{'part of a step':{NAME}}{'':{SIDE}}{'us/image':>{US}}{'share':>{SHARE}}")
     for row in table:
-        lines += _row(row, sides, lambda us: _bar(us / longest * bar, blocks))
+        here = [(side, piece) for side, piece in zip(sides, row.pieces, strict=True) if piece is not None]
+        # a line per side that has the part; its name goes over as many as there are
+        for name, found in zip_longest(textwrap.wrap(row.name, NAME - 1), here):
+            line = f"{name or '':{NAME}}"
+            if found is not None:
+                side, us = found[0], found[1].us
+                length = us / longest * bar
+                whole, eighths = divmod(round(8 * length), 8)
+                line += f"{side.label[: SIDE - 1]:{SIDE}}{rounded(us):>{US}}{f'{us / side.us:.1%}':>{SHARE + 1}} "
+                line += EIGHTHS[8] * whole + EIGHTHS[eighths] if blocks else "#" * round(length)
+            lines.append(line.rstrip())
     for i, side in enumerate(sides):
-        name = "" if i else "the whole step"
-        lines.append(f"{name:{NAME}}{side.label[: SIDE - 1]:{SIDE}}{rounded(side.us):>{US}}")
+        lines.append(f"{'' if i else 'the whole step':{NAME}}{side.label[: SIDE - 1]:{SIDE}}{rounded(side.us):>{US}}")
     for text in sentences(sides):
         lines += ["", *textwrap.wrap(text, width, break_on_hyphens=False)]
     return lines
-
-
-def _row(row: Row, sides: Sequence[Side], bar_of: Any) -> list[str]:
-    """Return a line per side that has the part; its name goes over as many as there are."""
-    here = [(side, piece) for side, piece in zip(sides, row.pieces, strict=True) if piece is not None]
-    lines = []
-    for name, found in zip_longest(textwrap.wrap(row.name, NAME - 1), here):
-        line = f"{name or '':{NAME}}"
-        if found is not None:
-            side, piece = found
-            share = f"{piece.us / side.us:.1%}"
-            line += f"{side.label[: SIDE - 1]:{SIDE}}{rounded(piece.us):>{US}}{share:>{SHARE + 1}} {bar_of(piece.us)}"
-        lines.append(line.rstrip())
-    return lines
-
-
-def _bar(length: float, blocks: bool) -> str:
-    if not blocks:
-        return "#" * round(length)
-    whole, eighths = divmod(round(8 * length), 8)
-    return EIGHTHS[8] * whole + (EIGHTHS[eighths] if eighths else "")
 
 
 def _read_profile(folder: Path) -> dict[str, Any] | None:

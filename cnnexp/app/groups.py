@@ -15,6 +15,7 @@ from cnnexp.errors import ConfigError, did_you_mean
 
 NAME = 20  # columns of a name
 COMMAND = 23  # columns before what a command does
+PROSE = re.compile(r" *# (?! |@|python )")  # what stands before a line of a comment's prose
 USAGE = """Train convolutional networks with hand-written kernels, and measure how much
 faster each one is.
 
@@ -74,15 +75,10 @@ def _titled(name: str, path: Path, width: int) -> list[str]:
 
 def _file(path: Path, width: int) -> Iterator[str]:
     """Yield the lines of a file; comments are filled, but for what is to be typed."""
-    for begun, lines in groupby(path.read_text(encoding="utf-8").splitlines(), _begins):
-        if begun.endswith("# "):
+    texts = path.read_text(encoding="utf-8").splitlines()
+    for begun, lines in groupby(texts, lambda line: (PROSE.match(line) or [""])[0]):
+        if begun:
             text = " ".join(line.removeprefix(begun) for line in lines)
             yield from textwrap.wrap(text, width, initial_indent=begun, subsequent_indent=begun)
         else:
             yield from (line for line in lines if not line.startswith("# @package"))
-
-
-def _begins(line: str) -> str:
-    """Return what stands before a line of a comment's prose; of other lines nothing."""
-    comment = re.match(r" *# (?! |@|python )", line)
-    return comment[0] if comment else ""

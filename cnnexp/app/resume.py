@@ -1,5 +1,6 @@
 """What a run goes on from: the run that `trainer.resume` names, or the newest one of the same config."""
 
+import contextlib
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -97,17 +98,11 @@ def _trained() -> list[Path]:
 
 def _newest(folder: Path, wanted: str) -> ResumePoint | None:
     """Return the run of a folder, else the newest of a config that has a checkpoint, else the newest of it."""
-    if (folder / JOURNAL).exists():
-        return _point(folder)
-    same = [journal.parent for journal in outputs_dir().rglob(JOURNAL) if hash_in(journal) == wanted]
-    stopped = [holder for holder in sorted(same, key=MOST["latest"], reverse=True) if not is_locked(holder)]
-    with_checkpoint = (point for point in map(_point, stopped) if point.path is not None)
-    return next(with_checkpoint, ResumePoint(stopped[0], None) if stopped else None)
-
-
-def _point(folder: Path) -> ResumePoint:
-    """Return the run of a folder with its newest whole checkpoint, if it has one."""
-    try:
-        return ResumePoint(folder, checkpoint.find(folder))
-    except CheckpointError:
-        return ResumePoint(folder, None)
+    stopped = [folder]
+    if not (folder / JOURNAL).exists():
+        same = [journal.parent for journal in outputs_dir().rglob(JOURNAL) if hash_in(journal) == wanted]
+        stopped = [holder for holder in sorted(same, key=MOST["latest"], reverse=True) if not is_locked(holder)]
+    for holder in stopped:
+        with contextlib.suppress(CheckpointError):
+            return ResumePoint(holder, checkpoint.find(holder))
+    return ResumePoint(stopped[0], None) if stopped else None

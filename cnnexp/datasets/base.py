@@ -177,18 +177,14 @@ def _checked(where: str, split: Split, classes: int) -> Split:
     """Return the split in the dtypes of `Split`, or raise DataError."""
     images, labels = _checked_images(where, np.asarray(split.images)), np.asarray(split.labels)
     if labels.ndim != 1 or labels.dtype.kind not in "iu":
-        raise DataError(
-            f"{where}: labels of type {labels.dtype} and shape {labels.shape}; must be one integer per image "
-            f"(for one-hot labels, their argmax over axis 1)"
-        )
+        must = "must be one integer per image (for one-hot labels, their argmax over axis 1)"
+        raise DataError(f"{where}: labels of type {labels.dtype} and shape {labels.shape}; {must}")
     _check_counts(where, split)
     if not len(labels):
         raise DataError(f"{where}: no images")
     if (wrong := (labels < 0) | (labels >= classes)).any():
-        raise DataError(
-            f"{where}: labels must be 0 .. {classes - 1} for {classes} classes; found {labels.min()} .. "
-            f"{labels.max()}, first wrong one at index {wrong.argmax()}"
-        )
+        found = f"{labels.min()} .. {labels.max()}, first wrong one at index {wrong.argmax()}"
+        raise DataError(f"{where}: labels must be 0 .. {classes - 1} for {classes} classes; found {found}")
     return Split(images, np.require(labels, np.int32, _OWN))
 
 
@@ -205,10 +201,8 @@ def _checked_images(where: str, images: np.ndarray) -> np.ndarray:
     if images.dtype != np.uint8 and images.dtype.kind != "f":
         raise DataError(f"{where}: images of type {images.dtype}; must be uint8 (0 .. 255) or floating point")
     if images.ndim not in (2, 3, 4) or 0 in images.shape[1:]:
-        raise DataError(
-            f"{where}: images of shape {images.shape}; must be (N, height, width, channels), (N, height, width) or "
-            f"(N, features)"
-        )
+        must = "must be (N, height, width, channels), (N, height, width) or (N, features)"
+        raise DataError(f"{where}: images of shape {images.shape}; {must}")
     if images.ndim == 3:
         images = images[..., np.newaxis]
     if images.dtype == np.uint8:

@@ -66,10 +66,8 @@ class Cifar10(Source):
                 return {name: self._read_file(folder / name) for name in (*TRAIN, TEST)}
         path = root / ARCHIVE
         if not path.exists():
-            raise DataError(
-                f"dataset.root={shown(self.root)}: holds neither {ARCHIVE} nor {TEST}; give the folder that holds the "
-                "files of the binary version, or dataset.root=null to download them"
-            )
+            fits = "the folder that holds the files of the binary version, or dataset.root=null to download them"
+            raise DataError(f"dataset.root={shown(self.root)}: holds neither {ARCHIVE} nor {TEST}; give {fits}")
         try:
             return self._read_archive(path)
         except DataError as error:
@@ -112,9 +110,8 @@ class Cifar10(Source):
             size = len(content)
             raise DataError(f"{where}: truncated or altered: {size} bytes are no whole number of records of {RECORD}")
         records = np.frombuffer(content, np.uint8).reshape(-1, RECORD)
-        if self.verify and (count := len(records)) != RECORDS:
-            raise DataError(
-                f"{where}: holds {count} images, the published one {RECORDS}; dataset.verify=false takes it"
-            )
+        if self.verify and len(records) != RECORDS:
+            found = f"holds {len(records)} images, the published one {RECORDS}"
+            raise DataError(f"{where}: {found}; dataset.verify=false takes it")
         planes = records[:, 1:].reshape(-1, 3, SIDE, SIDE)
         return Split(np.ascontiguousarray(planes.transpose(0, 2, 3, 1)), records[:, 0].astype(np.int32))

@@ -49,10 +49,8 @@ def fetch(dataset: str, name: str, mirrors: tuple[str, ...], read: Callable[[Pat
                     continue
                 (Path(partial) / name).replace(cached)
                 return content
-    raise DataError(
-        f"{dataset}: cannot download {name} ({'; '.join(problems)}); "
-        f"to work offline, give the folder that holds the files: dataset.root=<folder>"
-    )
+    offline = "to work offline, give the folder that holds the files: dataset.root=<folder>"
+    raise DataError(f"{dataset}: cannot download {name} ({'; '.join(problems)}); {offline}")
 
 
 def _download(url: str, path: Path, read: Callable[[Path], T], most_bytes: int) -> T:

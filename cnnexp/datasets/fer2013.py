@@ -44,10 +44,9 @@ class Fer2013(Source):
         for usage, expected in self.rows.items():
             found = len(splits[usage])
             if self.verify and found != expected:
-                raise DataError(
-                    f"{where}: truncated or altered: {found} rows of Usage {usage}, published were {expected}; "
-                    f"download it again, or take it as it is with dataset.verify=false"
-                )
+                altered = f"truncated or altered: {found} rows of Usage {usage}, published were {expected}"
+                again = "download it again, or take it as it is with dataset.verify=false"
+                raise DataError(f"{where}: {altered}; {again}")
         # its validation split is a set of its own, so nothing is held back from the training split
         unheld, public = replace(self, validation_size=None), splits["PublicTest"]
         train, test, _ = unheld._limited(splits["Training"], splits["PrivateTest"])

@@ -111,25 +111,19 @@ class IdxSet(Source):
         return fetch(self.name, f"{name}.gz", self.mirrors, lambda path: self._read(path, name, sha256), most_bytes)
 
     def _find(self, name: str, sha256: str) -> np.ndarray:
-        root = self._path("root")
-        names = (name, f"{name}.gz")
+        root, problem = self._path("root"), f"holds neither {name} nor {name}.gz"
         try:
             present = {entry.name for entry in os.scandir(root) if entry.is_file()}
-            problem = f"holds neither {names[0]} nor {names[1]}"
         except OSError as error:
             present, problem = set(), reason_of(error)
-        found = next((one for one in names if one in present), None)
-        if found is None:
-            raise DataError(
-                f"dataset.root={shown(self.root)}: {problem}; give the folder that holds the {self.name} files, "
-                f"or dataset.root=null to download them"
-            )
-        path = root / found
+        if not (found := [root / one for one in (name, f"{name}.gz") if one in present]):
+            fits = f"the folder that holds the {self.name} files, or dataset.root=null to download them"
+            raise DataError(f"dataset.root={shown(self.root)}: {problem}; give {fits}")
         try:
-            return self._read(path, name, sha256)
+            return self._read(found[0], name, sha256)
         except DataError as error:
             expected = "" if self.gzipped else f" (sha256 {sha256} once decompressed)"
-            raise DataError(f"{shown(path)}: {error}; download it again{expected}") from error
+            raise DataError(f"{shown(found[0])}: {error}; download it again{expected}") from error
 
     def _read(self, path: Path, name: str, published: str) -> np.ndarray:
         """Return the array of a file of `FORM`, or raise DataError with what is wrong with it."""

@@ -71,10 +71,8 @@ class Images(Source):
             image = self.read(path)
             if images and image.shape != images[0].shape:
                 size, first = (f"{one.shape[0]} x {one.shape[1]}" for one in (image, images[0]))
-                raise DataError(
-                    f"{shown(path)} is {size} pixels and {shown(files[0][0])} {first}; "
-                    f"give the size they shall have: dataset.height=... dataset.width=..."
-                )
+                fits = "give the size they shall have: dataset.height=... dataset.width=..."
+                raise DataError(f"{shown(path)} is {size} pixels and {shown(files[0][0])} {first}; {fits}")
             if not images:
                 need_images(len(files), image.nbytes, "height")
             images.append(image)

@@ -32,17 +32,14 @@ class Npz(Source):
         train_images, train_labels, test_images, test_labels = self._read()
         if train_images.ndim == 4 and train_images.shape[1] in (1, 3) and min(train_images.shape[2:]) > 4:
             # (N, 1 or 3, H, W) would be taken for low images of many channels
-            raise DataError(
-                f"npz: images of shape {train_images.shape}: channels come last, (N, height, width, channels); "
-                "write numpy.moveaxis(images, 1, 3)"
-            )
+            fits = "channels come last, (N, height, width, channels); write numpy.moveaxis(images, 1, 3)"
+            raise DataError(f"npz: images of shape {train_images.shape}: {fits}")
         # labels that are no integers are refused later, with a reason
         whole = train_labels.size and train_labels.dtype.kind in "iu"
         count = self.classes or int(train_labels.max() if whole else 1) + 1
         if count > MAX_CLASSES:
-            raise DataError(
-                f"dataset.path={shown(self.path)}: train_labels up to {count - 1}; there can be {MAX_CLASSES} classes"
-            )
+            wrong = f"train_labels up to {count - 1}; there can be {MAX_CLASSES} classes"
+            raise DataError(f"dataset.path={shown(self.path)}: {wrong}")
         train, test = Split(train_images, train_labels), Split(test_images, test_labels)
         return self._dataset(train, test, tuple(map(str, range(max(count, 2)))), str(self.path))
 

@@ -83,11 +83,9 @@ def prepare(picture: np.ndarray, look: Look | None, shape: Sequence[int]) -> np.
         width = max(1, min(shape[1], round(scale * (right - left))))
         small = np.clip(_resize(255 * ink[top:bottom, left:right], width, height) / 255, 0, 1)
         centre = _mass_centre(small) if look["by_mass"] else _middle(small.shape)
-        rows, columns = (
-            min(max(round(m - c), 0), limit - n)
-            for m, c, limit, n in zip(_middle(shape[:2]), centre, shape[:2], small.shape, strict=True)
-        )
-        placed[rows : rows + height, columns : columns + width] = small
+        room = np.subtract(shape[:2], small.shape)
+        row, column = np.rint(_middle(shape[:2]) - centre).clip(0, room).astype(int)
+        placed[row : row + height, column : column + width] = small
     ground = look["ground"]  # ink lies towards the farther end of the range
     return np.rint(255 * (ground + placed * (1 - ground if ground < 0.5 else -ground))).astype(np.uint8)[:, :, None]
 
@@ -201,8 +199,8 @@ def _span(mask: np.ndarray, along: int) -> tuple[np.ndarray, np.ndarray]:
     return found.argmax(axis=-1), found.shape[-1] - found[..., ::-1].argmax(axis=-1)
 
 
-def _middle(shape: Sequence[int]) -> tuple[float, float]:
-    return (shape[0] - 1) / 2, (shape[1] - 1) / 2
+def _middle(shape: Sequence[int]) -> np.ndarray:
+    return (np.array(shape) - 1) / 2
 
 
 def _mass_centre(ink: np.ndarray) -> np.ndarray:

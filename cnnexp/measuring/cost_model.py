@@ -43,14 +43,12 @@ def operations(network: Network) -> int:
     Convolutions and linear layers count; the others' time is part of a measured t_c.
     """
     counted = [stage for stage in walk(network.stages) if isinstance(stage.layer, Conv2d | Linear)]
-    outputs = [math.prod(stage.output_shape) for stage in counted]
-    return TRAINING_PASSES * sum(n * (2 * stage.macs // n + 1) for stage, n in zip(counted, outputs, strict=True))
+    return TRAINING_PASSES * sum(2 * stage.macs + math.prod(stage.output_shape) for stage in counted)
 
 
 def all_reduce_s(costs: Costs, floats: int, workers: int) -> float:
     """Return the seconds to sum `floats` float32 over the workers; one alone has 0."""
-    bandwidth = 2 * (workers - 1) / workers * floats * BYTES * costs.t_b
-    return 2 * math.log2(workers) * costs.t_s + bandwidth
+    return 2 * math.log2(workers) * costs.t_s + 2 * (workers - 1) / workers * floats * BYTES * costs.t_b
 
 
 def fit_links(small: tuple[int, float], large: tuple[int, float], workers: int) -> tuple[float, float]:
@@ -58,8 +56,7 @@ def fit_links(small: tuple[int, float], large: tuple[int, float], workers: int) 
     (few, short_s), (many, long_s) = small, large
     per_byte = 2 * (workers - 1) / workers * BYTES
     t_b = max(0.0, (long_s - short_s) / ((many - few) * per_byte))
-    t_s = max(0.0, (short_s - few * per_byte * t_b) / (2 * math.log2(workers)))
-    return t_s, t_b
+    return max(0.0, (short_s - few * per_byte * t_b) / (2 * math.log2(workers))), t_b
 
 
 class Training(NamedTuple):

@@ -203,8 +203,7 @@ def _merge(side: Side, groups: Mapping[str, tuple[str, ...]]) -> dict[tuple[str,
         key = piece.what, group
         before = merged.get(key, Piece(*key, 0.0))
         sums = {name: getattr(before, name) + getattr(piece, name) for name in SUMMED}
-        larger = before if before.us > piece.us else piece
-        merged[key] = larger._replace(layers=group, **sums)
+        merged[key] = max(piece, before, key=lambda piece: piece.us)._replace(layers=group, **sums)
     return merged
 
 
@@ -217,9 +216,8 @@ def _possessive(piece: Piece) -> str:
 
 
 def _who(side: Side) -> str:
-    if side.device:
-        return f"{side.label} on {side.device}"
-    return f"{side.label} on {side.threads} thread{'s' if side.threads > 1 else ''}"
+    threads = f"{side.threads} thread{'s' if side.threads > 1 else ''}"
+    return f"{side.label} on {side.device or threads}"
 
 
 def _times(ours: float, theirs: float) -> str:

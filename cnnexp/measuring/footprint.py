@@ -52,11 +52,7 @@ def program(
     images = workers * backend.threads * LANES if fused else batch_size
     what = "the activations of a tile of images" if fused else f"the activations of a batch of backend={backend.name}"
     key = "the size of the model" if fused else "trainer.batch_size"
-    yield Part(what, images * FLOAT * _values(network, both=not fused), key)
-
-
-def _values(network: Network, both: bool) -> int:
-    """Return how many values of 4 bytes an image has in all layers, the gradients and places of maxima, too."""
-    copies = {Flatten: 0, MaxPool2d: 1 + 2 * both}
-    values = [copies.get(type(stage.layer), 1 + both) * math.prod(stage.output_shape) for stage in network.stages]
-    return math.prod(network.input_shape) + sum(values)
+    # values of an image in all layers, with their gradients and the places of maxima where not fused
+    kept = {Flatten: 0, MaxPool2d: 1 if fused else 3}
+    values = [kept.get(type(s.layer), 1 if fused else 2) * math.prod(s.output_shape) for s in network.stages]
+    yield Part(what, images * FLOAT * (math.prod(network.input_shape) + sum(values)), key)

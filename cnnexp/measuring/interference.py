@@ -122,12 +122,10 @@ def _look(proc: Path) -> np.ndarray | None:
 
 def _own_s() -> float:
     """Return the seconds that this process and its children, the ended ones too, have computed."""
-    times = os.times()
-    own = time.process_time() + times.children_user + times.children_system
+    own = time.process_time() + sum(os.times()[2:4])  # of ended children: user and system
     import psutil  # slow to import: when the first epoch begins
 
     for child in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):
-            used = child.cpu_times()
-            own += used.user + used.system
+            own += sum(child.cpu_times()[:2])
     return own

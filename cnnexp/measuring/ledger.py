@@ -164,8 +164,8 @@ def report_beside(program: Profiled, backend: Backend, epochs: Sequence[EpochRes
     images = sum(epoch.train.count for epoch in epochs)
     trained_s = statistics.median(timed) * images
     seconds = {entry: share * trained_s for entry, share in program.shares().items()}
-    layers = list(_layers(seconds, program, images))
-    return {**_step(backend, images, trained_s, seconds), "layers": layers, "machine": {}}
+    step = _step(backend, images, trained_s, seconds)
+    return {**step, "layers": list(_layers(seconds, program, images)), "machine": {}}
 
 
 def _step(backend: Backend, images: int, trained_s: float, seconds: Mapping[tuple[str, str], float]) -> dict[str, Any]:
@@ -209,10 +209,9 @@ def step_parts(seconds: Mapping[tuple[str, str], float]) -> dict[str, float]:
 
 def _layers(seconds: Mapping[tuple[str, str], float], program: Profiled, images: int) -> Iterator[dict[str, Any]]:
     """Yield the passes of the layers that ran one by one."""
-    first = _first_trained(program.network)
     for stage, what in itertools.product(walk(program.network.stages), KERNELS):
         if (what, stage.name) in seconds and not isinstance(stage.layer, Flatten):  # which computes nothing
-            needs_dx = stage.name != first
+            needs_dx = stage.name != _first_trained(program.network)
             flops, size = work_per_image(stage, what, program.batch_size, needs_dx)
             multiply_adds = stage.multiply_adds(what, needs_dx) if stage.weight else 0
             yield _row((stage.name,), what, seconds[what, stage.name], images, flops, size, multiply_adds)

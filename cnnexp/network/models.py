@@ -219,13 +219,11 @@ class MobileNet(Model):
         return Network(input_shape, (*layers, net.GlobalAvgPool(), net.Linear(classes)))
 
 
-MODELS: Registry[Model] = Registry(
-    "model",
-    {
-        **{"one_conv": OneConv, "two_conv_mlp": TwoConvMlp, "two_conv_pool4": TwoConvPool4, "knm": Knm, "ffn": Ffn},
-        **{"resnet": ResNet, "mobilenet": MobileNet, "custom": Custom, "onnx": Onnx},
-    },
-)
+_KINDS: dict[str, type[Model]] = {
+    **{"one_conv": OneConv, "two_conv_mlp": TwoConvMlp, "two_conv_pool4": TwoConvPool4, "knm": Knm, "ffn": Ffn},
+    **{"resnet": ResNet, "mobilenet": MobileNet, "custom": Custom, "onnx": Onnx},
+}
+MODELS: Registry[Model] = Registry("model", _KINDS)
 
 
 def _convolutional(

@@ -121,10 +121,8 @@ def read(graph: Graph, input_shape: Shape) -> Found:
                 refused = refused or error
     takes = " x ".join("?" if n is None else str(n) for n in graph.dims)
     legal = " or ".join(" x ".join(map(str, dims)) for dims in ways)
-    raise refused or NetworkError(
-        f"{graph.source}: takes inputs of {takes}, the data set's are {legal}; choose another dataset, or export the "
-        "network for its images"
-    )
+    fits = "choose another dataset, or export the network for its images"
+    raise refused or NetworkError(f"{graph.source}: takes inputs of {takes}, the data set's are {legal}; {fits}")
 
 
 class _Reader:
@@ -457,11 +455,6 @@ def _concatenate(r: _Reader, other: Any, y: Any, axis: int) -> _Value:
     return replace(y, end=r.node.name)
 
 
-def _shape(r: _Reader, x: Any, **_: Any) -> np.ndarray:
-    x = r.value(x)
-    return np.array([(1, *x.point.shape)[axis] for axis in x.axes])
-
-
 def _of_flat(r: _Reader, x: Any, *_: Any) -> _Value:
     x = r.value(x)
     r.need(len(x.point.shape) == 1, "other axes of an image", "Flatten")
@@ -494,7 +487,7 @@ HANDLERS: Mapping[str, Callable[..., Any]] = {
     **{"GlobalAveragePool": _mean, "ReduceMean": _mean, "BatchNormalization": _normalize, "Dropout": _drop_out},
     **{"Gemm": _linear, "MatMul": _linear, "Flatten": _flatten, "Reshape": _reshape, "Transpose": _transpose},
     **{"Pad": _pad, "Slice": _slice, "Softmax": _softmax, "LogSoftmax": _softmax, "Concat": _concatenate},
-    "Shape": _shape,
+    "Shape": lambda r, x, **_: np.array([1, *r.value(x).point.shape])[list(x.axes)],
     "ConstantOfShape": lambda r, x, **_: r.constant(x),
     **{"Squeeze": _of_flat, "Unsqueeze": _of_flat, "Gather": _of_flat},
     **{name: lambda r, x, **_: x for name in ("Identity", "Cast")},

@@ -334,9 +334,8 @@ class _Builder:
             case net.Conv2d(filters, kernel, stride, padding, has_bias, groups, dilation):
                 _check_whole(where, filters=filters, kernel=kernel, stride=stride, groups=groups, dilation=dilation)
                 if shape[2] % groups or filters % groups:
-                    raise NetworkError(
-                        f"{where}: groups={groups}; must divide the {shape[2]} channels and the {filters} filters"
-                    )
+                    must = f"must divide the {shape[2]} channels and the {filters} filters"
+                    raise NetworkError(f"{where}: groups={groups}; {must}")
                 window, (p, q) = _slide(where, shape, dilation * (kernel - 1) + 1, stride, padding, "kernel")
                 window, seen = replace(window, size=kernel, dilation=dilation), shape[2] // groups
                 weights = self._weights(name, (kernel, kernel, seen, filters), kernel * kernel * seen, has_bias)
@@ -402,10 +401,8 @@ def _slide_pool(where: str, shape: Shape, pool: int, stride: int, padding: str |
     window, counts = _slide(where, shape, pool, stride, padding, "pool")
     for before, count, size in zip((window.top, window.left), counts, shape[:2], strict=True):
         if before >= pool or (count - 1) * stride - before >= size:
-            raise NetworkError(
-                f"{where}: padding=auto puts a window wholly outside the image, as stride {stride} is larger "
-                f"than pool {pool}; use stride <= pool, or sizes that fit with padding=valid"
-            )
+            why = f"padding=auto puts a window wholly outside the image, as stride {stride} is larger than pool {pool}"
+            raise NetworkError(f"{where}: {why}; use stride <= pool, or sizes that fit with padding=valid")
     return window, counts
 
 
@@ -418,20 +415,16 @@ def _slide(
         raise NetworkError(f"{where}: padding={padding!r}; legal: {legal}, or a whole number >= 0")
     fits = []
     for axis, size in zip(("height", "width"), shape[:2], strict=True):
-        fit = window_count(size, window, stride, padding)
-        if fit is None:
+        if (fit := window_count(size, window, stride, padding)) is None:
             before = _before(window, padding)
             padded = size + 2 * before
             if window > padded:
-                raise NetworkError(
-                    f"{where}: {noun} {window} is larger than its padded input, {axis} {padded}; "
-                    f"use a {noun} of at most {padded}, or padding=auto"
-                )
-            raise NetworkError(
-                f"{where}: {axis} ({size} + 2*{before} - {window}) / {stride} + 1 = "
-                f"{(padded - window) / stride + 1:g} is not a whole number of windows; change {noun} or stride, or "
-                "use padding=auto, which pads just enough, or padding=floor, which leaves the rest out"
-            )
+                larger = f"{noun} {window} is larger than its padded input, {axis} {padded}"
+                raise NetworkError(f"{where}: {larger}; use a {noun} of at most {padded}, or padding=auto")
+            quotient = f"({size} + 2*{before} - {window}) / {stride} + 1 = {(padded - window) / stride + 1:g}"
+            instead = "padding=auto, which pads just enough, or padding=floor, which leaves the rest out"
+            why = f"{axis} {quotient} is not a whole number of windows; change {noun} or stride, or use {instead}"
+            raise NetworkError(f"{where}: {why}")
         before, count = fit
         fits.append((before, count, max((count - 1) * stride + window - before - size, 0)))
     befores, counts, afters = zip(*fits, strict=True)

@@ -116,8 +116,7 @@ def _trace(module: Any, input_shape: Sequence[int]) -> tuple[Graph, dict[str, st
 
 def _translate(node: Any) -> tuple[str, Sequence[Any], dict[str, Any]]:
     """Return ONNX's operator of a node of PyTorch's, its inputs and attributes."""
-    schema = getattr(node.target, "_schema", None)
-    if schema is None:
+    if (schema := getattr(node.target, "_schema", None)) is None:
         return str(node.target), (), {}
     given = {a.name: a.default_value for a in schema.arguments if a.has_default_value()}
     given.update(zip((a.name for a in schema.arguments), node.args, strict=False))
@@ -138,7 +137,7 @@ def _window(a: Mapping[str, Any]) -> dict[str, Any]:
         window["pads"] = [a["padding"][0], a["padding"][-1]] * 2
     elif a["padding"] == "same":
         window["auto_pad"] = "SAME_UPPER"
-    return {**window, "ceil_mode": a.get("ceil_mode")}
+    return {**window, **{key: a.get(key) for key in ("ceil_mode", "count_include_pad")}}
 
 
 def _pads(sides: Sequence[int]) -> list[int]:
@@ -162,11 +161,7 @@ OPERATORS: Mapping[str, Callable[[Mapping[str, Any]], Translated]] = {
         {"momentum": 1 - a["momentum"], "epsilon": a["eps"]},
     ),
     "max_pool2d": lambda a: ("MaxPool", (a["self"],), _window(a)),
-    "avg_pool2d": lambda a: (
-        None
-        if a["divisor_override"]
-        else ("AveragePool", (a["self"],), {**_window(a), "count_include_pad": a["count_include_pad"]})
-    ),
+    "avg_pool2d": lambda a: None if a["divisor_override"] else ("AveragePool", (a["self"],), _window(a)),
     "adaptive_avg_pool2d": lambda a: ("GlobalAveragePool", (a["self"],), {}) if {*a["output_size"]} == {1} else None,
     "mean": lambda a: ("ReduceMean", (a["self"],), {"axes": a.get("dim") or []}),
     "leaky_relu": lambda a: ("LeakyRelu", (a["self"],), {"alpha": a["negative_slope"]}),

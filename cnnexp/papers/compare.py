@@ -99,23 +99,15 @@ def _cell(experiment: Experiment, line: Line, column: Column, position: int, job
         base = measured(pick(jobs, {**column.jobs, **line.against}))
         values = [statistics.fmean(base) / value for value in values] if base else []
     if values:
-        spread = statistics.stdev(values) if len(values) > 1 else None
-        return Cell(published, statistics.fmean(values), spread)
-    return Cell(published, None, None, _why(chosen))
+        return Cell(published, statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None)
+    statuses = {job.status for job in chosen}
+    ended = "–" if statuses <= {"FINISHED"} else next(iter(statuses)).lower()
+    return Cell(published, None, None, "not on this machine" if LACKING in statuses else ended)
 
 
 def pick(jobs: Sequence[Job], asked: Mapping[str, Any]) -> list[Job]:
     """Return the jobs whose config holds what is asked for."""
     return [job for job in jobs if all(job.config.get(key) == value for key, value in asked.items())]
-
-
-def _why(chosen: Sequence[Job]) -> str:
-    statuses = {job.status for job in chosen}
-    if LACKING in statuses:
-        return "not on this machine"
-    if not chosen or statuses == {"FINISHED"}:
-        return "–"
-    return next(iter(statuses)).lower()
 
 
 def scaling_label(row: Mapping[str, Any]) -> str:

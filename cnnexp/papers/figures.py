@@ -8,6 +8,7 @@ from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
+from matplotlib.rcsetup import cycler
 from matplotlib.ticker import MaxNLocator
 
 from cnnexp.papers.compare import Cell, Result, pick, scaling_label
@@ -20,6 +21,8 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#0
 BLUE = COLOURS[0]
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 DASHES = ("-", "--", ":", "-.")
+# looks of series: colour, marker and dash each tell one from the others, in print and to every eye
+SERIES = list(cycler(linestyle=DASHES) * (cycler(color=COLOURS) + cycler(marker=MARKERS)))
 BY_EPOCH = {"time/epoch_s": "epoch time (s)", "train/loss": "training loss"}
 
 
@@ -101,7 +104,7 @@ def _lines(result: Result) -> Figure:
         points = [(column.x, cell.ours, cell.spread or 0) for column, cell in pairs if cell.ours is not None]
         if points:
             x, y, spread = zip(*points, strict=True)
-            axes.errorbar(x, y, spread if any(spread) else None, label=line.label, **_series(i))
+            axes.errorbar(x, y, spread if any(spread) else None, label=line.label, **SERIES[i % len(SERIES)])
         else:
             missing.append(line.jobs.get("backend.name", line.label))
     xs: list[Any] = [column.x for column in experiment.columns]
@@ -124,17 +127,16 @@ def _scaling(axes: Axes, result: Result) -> None:
     links = list(dict.fromkeys(row["link"] for row in result.scaling))
     for label in dict.fromkeys(scaling_label(row) for row in result.scaling):
         rows = [row for row in result.scaling if scaling_label(row) == label]
-        style = _series(links.index(rows[0]["link"]))
+        style: dict[str, Any] = SERIES[links.index(rows[0]["link"]) % len(SERIES)]
         if rows[0]["sync"] == "gradients":
-            style |= {"linestyle": "--", "markerfacecolor": "white"}
+            style = {**style, "linestyle": "--", "markerfacecolor": "white"}
         axes.plot(column_of(rows, "workers"), column_of(rows, "epoch_s"), label=f"model: {label}", **style)
     measured = [(column.x, cell.ours) for column, cell in zip(result.experiment.columns, result.cells[0], strict=True)]
     found = [(x, seconds) for x, seconds in measured if seconds is not None]
     if found:
         cores = result.facts["machine.cores"]
         axes.plot(*zip(*found, strict=True), "k*", label=f"measured here, {cores} cores shared by all workers")
-    axes.set_xscale("log")
-    axes.set_yscale("log")
+    axes.set(xscale="log", yscale="log")
     counts = list(dict.fromkeys(row["workers"] for row in result.scaling))
     axes.set_xticks(counts, [f"{count:,.0f}" for count in counts], rotation=45)
     axes.minorticks_off()
@@ -155,7 +157,7 @@ def _epochs(result: Result) -> Figure:
                     continue
                 drawn.add(job.folder)
                 name = f"{line.label}, {column.title}" if column.jobs else line.label
-                style = {**_series(i), "markevery": max(1, len(job.epochs) // 10)}
+                style = {**SERIES[i % len(SERIES)], "markevery": max(1, len(job.epochs) // 10)}
                 if column.jobs:
                     style |= {"linestyle": DASHES[j % len(DASHES)], "marker": MARKERS[j]}
                 axes.plot(column_of(job.epochs, "epoch"), per_epoch(job, experiment.by_epoch), label=name, **style)
@@ -170,8 +172,7 @@ def _epochs(result: Result) -> Figure:
         values = [value for name, value in best.epochs[-1].items() if name.startswith("recall/")]
         bars = panels[1].bar(range(len(values)), values, color=BLUE)
         panels[1].bar_label(bars, [f"{value:.3f}" for value in values], fontsize="x-small")
-        panels[1].set_xticks(range(len(values)))
-        panels[1].set_ylim(min([0.9, *values]) - 0.02, 1.01)
+        panels[1].set(xticks=range(len(values)), ylim=(min([0.9, *values]) - 0.02, 1.01))
         label_axes(panels[1], "class", "recall on the test split")
     _legend(figure, axes, missing)
     return figure
@@ -184,12 +185,3 @@ def _legend(figure: Figure, axes: Axes, missing: Sequence[str]) -> None:
         handles.append(Line2D([], [], linestyle=""))
         labels.append(f"not on this machine: {', '.join(dict.fromkeys(missing))}")
     figure.legend(handles, labels, loc="outside lower center", ncols=2, fontsize="small", frameon=False)
-
-
-def _series(i: int) -> dict[str, Any]:
-    """Return the look of a series: colour, marker and dash each tell it from the others, in print and to every eye."""
-    return {
-        "color": COLOURS[i % len(COLOURS)],
-        "marker": MARKERS[i % len(MARKERS)],
-        "linestyle": DASHES[i // len(COLOURS) % len(DASHES)],
-    }

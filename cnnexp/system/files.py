@@ -51,10 +51,7 @@ def remove_leftovers(folder: Path, pattern: str) -> None:
     for left in folder.glob(pattern):
         with contextlib.suppress(OSError):  # another process is quicker, or may write where we may not
             if time.time() - left.stat().st_mtime > LEFT_S:
-                if left.is_dir():
-                    shutil.rmtree(left)
-                else:
-                    left.unlink()
+                (shutil.rmtree if left.is_dir() else os.unlink)(left)
 
 
 def sync_folder(folder: Path) -> None:

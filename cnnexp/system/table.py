@@ -1,7 +1,5 @@
 """A table as people read it: one model, shown on the screen, in Markdown and in HTML; and as CSV for programs."""
 
-from __future__ import annotations
-
 import csv
 import html
 import math
@@ -34,7 +32,7 @@ class Table(NamedTuple):
         return [*self.labels, *columns]
 
 
-def as_screen(table: Table, title: str | None, width: int) -> rich.table.Table:
+def as_screen(table: Table, title: str | None, width: int) -> "rich.table.Table":
     """Return the table for a screen so many columns wide; where that is narrow, texts go over several lines."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table

@@ -1,7 +1,5 @@
 """Where a store is: its address made whole, an sqlite file's path, and whether anything answers there."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 import socket

@@ -3,8 +3,6 @@
 `python -m cnnexp.tracking.browser ADDRESS` waits for a page and opens it: the process that serves it cannot.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import socket

@@ -4,8 +4,6 @@ Whatever is known of one elsewhere follows from this file: a recorder reads it w
 store up to it; so does the next recorder where one dies, the next start, and `cnnexp sync`. Imports nothing heavy.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Figures of a run and of a sweep; `papers/figures` draws in the same style, and no other module imports matplotlib."""
 
-from __future__ import annotations
-
 import io
 import logging
 import textwrap
@@ -54,13 +52,12 @@ def draw_sweep(folder: Path, rows: Sequence[Mapping[str, Any]], varied: Sequence
 
 def draw_augmented(path: Path, images: np.ndarray, title: str) -> None:
     """Draw images (N,H,W,C) as training sees them, at most 16; of others than 1 or 3 channels the first."""
-    figure, panels = new_figure(6, 6.4, 4, 4, measured=False)
+    bare = {"frame_on": False, "xticks": [], "yticks": []}
+    figure, panels = new_figure(6, 6.4, 4, 4, measured=False, subplot_kw=bare)
     shown = images if images.shape[3] == 3 else images[..., 0]
     low, high = float(shown.min()), float(shown.max())
     for axes, image in zip(panels, (shown - low) / max(high - low, 1e-9), strict=False):
         axes.imshow(image, cmap="gray", vmin=0, vmax=1)
-    for axes in panels:
-        axes.set_axis_off()
     save(figure, path, title)
 
 
@@ -161,8 +158,7 @@ def _number(figure: Figure, axes: Axes, points: np.ndarray) -> None:
         taken = np.vstack([taken, place + half * np.array([[x, y] for x in (-1, 0, 1) for y in (-1, 0, 1)])])
         offset = tuple((place - pixel) * 72 / DPI)
         style: dict[str, Any] = {"arrowprops": arrow, "fontsize": "x-small", "ha": "center", "va": "center"}
-        text = axes.annotate(str(number), tuple(point), offset, textcoords="offset points", **style)
-        text.set_in_layout(False)
+        axes.annotate(str(number), tuple(point), offset, textcoords="offset points", **style).set_in_layout(False)
 
 
 def learning(epochs: Sequence[Mapping[str, float]]) -> Figure:
@@ -237,8 +233,7 @@ def confusion(labels: np.ndarray, predicted: np.ndarray, classes: Sequence[str])
     names = [short(name, MOST_OF_CLASS) for name in classes]
     side = min(3 + 0.42 * len(classes), 12) + (1 if _long(names) else 0)
     figure, (axes,) = new_figure(side + 0.6, side, measured=_long(names))
-    image = axes.imshow(shares, cmap="Blues", vmin=0, vmax=1)
-    figure.colorbar(image, label="share of the true class")
+    figure.colorbar(axes.imshow(shares, cmap="Blues", vmin=0, vmax=1), label="share of the true class")
     if len(classes) <= CELLS_WITH_NUMBERS:
         axes.set_xticks(range(len(names)), names, rotation=90 if _long(names) else 0)
         axes.set_yticks(range(len(names)), names)

@@ -1,7 +1,5 @@
 """A run's folder belongs to one process at a time, and holds one run: a lock says who is in it."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import json

@@ -3,8 +3,6 @@
 The graph takes what the model was trained on, pixels of 0 .. 255 or floats, channels last; ONNX has them first inside.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 from collections.abc import Sequence
@@ -78,9 +76,7 @@ class _Writer:
 
     def stages(self, stages: Sequence[net.Stage], x: str) -> str:
         """Add layers one after another; return the last one's value."""
-        for stage in stages:
-            x = self._stage(stage, x)
-        return x
+        return functools.reduce(lambda value, stage: self._stage(stage, value), stages, x)
 
     def _stage(self, stage: net.Stage, x: str) -> str:
         name = stage.name
@@ -148,7 +144,7 @@ class _Value(Recorded):
     def __init__(self, writer: _Writer, name: str) -> None:
         self.writer, self.name = writer, name
 
-    def apply(self, operation: str, *values: _Value | np.float32) -> _Value:
+    def apply(self, operation: str, *values: "_Value | np.float32") -> "_Value":
         """As `Recorded.apply`; the operation may be one of ONNX's own, too."""
         names = (v.name if isinstance(v, _Value) else self.writer.constant(np.float32(v)) for v in values)
         return _Value(self.writer, self.writer.add(OPERATORS.get(operation, operation), *names))

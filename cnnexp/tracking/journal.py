@@ -4,8 +4,6 @@ What it shares with the record of a sweep is `Record`. All that MLflow gets, a r
 failure of the store loses anything, and training waits for none.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools
@@ -150,14 +148,13 @@ class Record(ABC):
 
     def _recorded(self) -> bool:
         """Wait until the store has all that the journal has; return whether it does."""
-        if self._recorder is None or not self.begun:
-            return False
         try:
-            self._take_id(self._recorder.call("follow", folder=str(self.folder)))
+            if self._recorder is not None and self.begun:
+                self._take_id(self._recorder.call("follow", folder=str(self.folder)))
+                return True
         except TrackingError as lost:
             self.lost = lost
-            return False
-        return True
+        return False
 
     @abstractmethod
     def _draw(self) -> None:
@@ -187,12 +184,11 @@ class Run(Record, Observer, contextlib.AbstractContextManager["Run"]):
 
     def skip_if_finished(self) -> bool:
         """Return whether the store has a finished run of the same config; this run then takes over its metrics."""
-        if self._recorder is None:
-            return False
-        with contextlib.suppress(NoAnswerYet):
-            metrics = self._recorder.call("finished", within_s=ANSWER_S, config_hash=self._hash)
-            self._skipped = metrics is not None
-            self.metrics.update(metrics or {})
+        if self._recorder is not None:
+            with contextlib.suppress(NoAnswerYet):
+                metrics = self._recorder.call("finished", within_s=ANSWER_S, config_hash=self._hash)
+                self._skipped = metrics is not None
+                self.metrics.update(metrics or {})
         return self._skipped
 
     def begin(self, dataset: Dataset, network: Network, backend: Backend, workers: int = 1) -> None:

@@ -3,8 +3,6 @@
 A process id counts on its own machine, since its start, in its own container alone; elsewhere a heartbeat decides.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import platform

@@ -1,7 +1,5 @@
 """What is recorded of a run, by the names that MLflow shows: metrics of epochs and of the whole, parameters, name."""
 
-from __future__ import annotations
-
 import json
 import re
 import statistics
@@ -69,10 +67,9 @@ def summary(epochs: Sequence[EpochResult], contended: bool = False, target: floa
         "final/test_accuracy": epochs[-1].test.accuracy,
         "best/test_accuracy": best.test.accuracy,
     }
-    if target is not None:
-        reached = next((i for i, result in enumerate(epochs, 1) if result.held_out.accuracy >= target), None)
-        if reached is not None:
-            metrics["time/to_target_s"] = sum(result.epoch_s for result in epochs[:reached])
+    reached = (i for i, result in enumerate(epochs, 1) if target is not None and result.held_out.accuracy >= target)
+    if first := next(reached, None):
+        metrics["time/to_target_s"] = sum(result.epoch_s for result in epochs[:first])
     ratios = [result.comparison.speedup for result in epochs if result.comparison is not None]
     if ratios and not contended:
         found = median_interval(ratios)

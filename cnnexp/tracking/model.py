@@ -3,8 +3,6 @@
 Only `Served` needs mlflow, which imports this module by the name that `store.Store.save_model` wrote into the model.
 """
 
-from __future__ import annotations
-
 import base64
 import io
 import os

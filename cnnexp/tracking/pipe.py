@@ -3,8 +3,6 @@
 Imports nothing heavy, so that the process can start before anything else is loaded.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json

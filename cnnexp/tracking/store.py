@@ -5,8 +5,6 @@ It reads one call a line, `[id, name, arguments]` as JSON, and answers those wit
 records of runs is in their journals. Where a training process is killed, its pipe ends, and no run stays RUNNING.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import gc
@@ -42,7 +40,7 @@ from cnnexp.tracking.events import DIED, EXAMPLE, FOLDER, JOURNAL, KEY, LACKING,
 from cnnexp.tracking.folder import RECORDER, RunLock
 
 if TYPE_CHECKING:
-    from mlflow.entities import DatasetInput, Metric, Run
+    from mlflow.entities import Metric, Run
     from mlflow.tracking import MlflowClient
 
 T = TypeVar("T")
@@ -143,8 +141,7 @@ class Store:
             self._beat_at = time.monotonic() + liveness.BEAT_S
             for run_id in filter(None, [followed.run_id for followed in self._followed.values()]):
                 with contextlib.suppress(Exception):  # the store may be gone for a while
-                    run = self._client.get_run(run_id)
-                    for beating in {run_id, run.data.tags.get(PARENT, run_id)}:
+                    for beating in {run_id, self._client.get_run(run_id).data.tags.get(PARENT, run_id)}:
                         self._client.set_tag(beating, liveness.HEARTBEAT, str(_now_ms()))
 
     def begin(
@@ -163,7 +160,7 @@ class Store:
             parent: what the sweep's run is begun with, made by who comes first; its id in journals before `SCHEMA` 3.
             is_live: whether our owner runs it, not only found its journal; then facts of machine and code are tags.
         """
-        from mlflow.entities import Param
+        from mlflow.entities import Dataset, DatasetInput, InputTag, Param
 
         if isinstance(parent, Mapping):
             parent = self.begin(**parent, is_live=False)
@@ -183,7 +180,10 @@ class Store:
             entries = [Param(key, value) for key, value in params.items() if key not in there]
             self._client.log_batch(run_id, params=entries)
             if dataset is not None and not (found and found.inputs and found.inputs.dataset_inputs):
-                self._client.log_inputs(run_id, [_dataset_input(dataset)])
+                digest, source = dataset["sha256"][:DIGEST_LENGTH], json.dumps({"uri": dataset["source"]})
+                entity = Dataset(dataset["name"], digest, "local", source, profile=json.dumps(dataset["profile"]))
+                context = InputTag("mlflow.data.context", "training and test")
+                self._client.log_inputs(run_id, [DatasetInput(entity, [context])])
         return run_id
 
     def _bring_up(self, journal: _Followed, folder: Path, has_ended: bool = False) -> None:
@@ -208,8 +208,7 @@ class Store:
             if has_ended or facts["status"] != DIED:
                 if journal.has_results:
                     self._client.log_batch(run_id, _metrics(facts["metrics"], 0, facts["time_ms"]))
-                died = facts["status"] == DIED
-                status, tags = _how_died(begin["tags"]) if died else (facts["status"], facts["tags"])
+                status, tags = _how_died(begin["tags"]) if facts["status"] == DIED else (facts["status"], facts["tags"])
                 names = dict.fromkeys([*ARTIFACTS, *dict(facts["artifacts"])])
                 artifacts = [str(folder / name) for name in names if (folder / name).exists()]
                 tags = view.illustrated(tags, run_id, folder)
@@ -284,15 +283,15 @@ class Store:
             self._client.set_experiment_tag(found.experiment_id, key, value)
         return found.experiment_id
 
-    def _search(self, condition: str, limit: int) -> Sequence[Run]:
+    def _search(self, condition: str, limit: int) -> "Sequence[Run]":
         return self._client.search_runs([self._experiment_id], filter_string=condition, max_results=limit)
 
-    def _of_key(self, key: str | None) -> Run | None:
+    def _of_key(self, key: str | None) -> "Run | None":
         """Return the first run that was made of a key."""
         found = self._search(f"tags.`{KEY}` = '{key}'", 100) if key and key.isalnum() else []
         return min(found, key=lambda run: (run.info.start_time, run.info.run_id), default=None)
 
-    def _find_or_make(self, name: str, tags: dict[str, str], key: str | None) -> tuple[Run | None, str]:
+    def _find_or_make(self, name: str, tags: dict[str, str], key: str | None) -> "tuple[Run | None, str]":
         """Return the run of a key and its id; None where there was none, and the id of the one that is made."""
         with alone(self._uri):  # jobs of a sweep may come at once to make its run
             if (found := self._of_key(key)) is None:
@@ -330,7 +329,7 @@ class Store:
 class _RetryingClient:
     """A client of MLflow's whose every call waits until a locked database is free; to repeat one does no harm."""
 
-    def __init__(self, client: MlflowClient, owner: int) -> None:
+    def __init__(self, client: "MlflowClient", owner: int) -> None:
         self._client, self._owner = client, owner
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
@@ -377,14 +376,6 @@ def _make(uri: str) -> None:
     sync_folder(whole.parent)
 
 
-def _dataset_input(dataset: Mapping[str, Any]) -> DatasetInput:
-    from mlflow.entities import Dataset, DatasetInput, InputTag
-
-    digest, source, profile = dataset["sha256"][:DIGEST_LENGTH], {"uri": dataset["source"]}, dataset["profile"]
-    entity = Dataset(dataset["name"], digest, "local", json.dumps(source), profile=json.dumps(profile))
-    return DatasetInput(entity, [InputTag("mlflow.data.context", "training and test")])
-
-
 def _describe_model(data: str, model: Mapping[str, Any]) -> dict[str, Any]:
     """Return what stands in a model's `MLmodel` file, as MLflow 3 documents it, but for whose it is.
 
@@ -422,7 +413,7 @@ def _how_died(tags: Mapping[str, str]) -> tuple[str, dict[str, str]]:
     return "FAILED", {"error": f"one of {workers} workers died"}
 
 
-def _metrics(metrics: Mapping[str, float], step: int, time_ms: int) -> list[Metric]:
+def _metrics(metrics: Mapping[str, float], step: int, time_ms: int) -> "list[Metric]":
     from mlflow.entities import Metric
 
     # of what is a column of MLflow's list six digits: it would show all that there are, and cut them

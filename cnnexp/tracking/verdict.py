@@ -3,8 +3,6 @@
 Rows of a title and a sentence, every figure with its unit; the screen, `report.md` and MLflow's note show the same.
 """
 
-from __future__ import annotations
-
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

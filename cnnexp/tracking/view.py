@@ -5,8 +5,6 @@ is written nowhere: this is what the page of MLflow 3.17 writes and reads, and `
 in a browser. Where the experiment has no such view, a link that named it would end on an empty page for GenAI.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -205,23 +205,18 @@ class Feed:
             return
         while start < stop:
             part, first = divmod(start, self._size)
-            end = min(stop - part * self._size, self._size)
-            yield self._show(epoch, order, part), np.arange(first, end)
+            side, end = part % 2, min(stop - part * self._size, self._size)
+            if self._shown != (epoch, part):  # wait until it is made, and have the next one made
+                if self._making[0] != (epoch, part):
+                    self._make(epoch, order, part)
+                self._making[1].result()
+                given = self._images[side], self._labels[side]
+                self._handles[side] = self._program.refill(self._handles[side], *given, len(order))
+                self._shown = epoch, part
+                if (part + 1) * self._size < len(order):
+                    self._make(epoch, order, part + 1)
+            yield self._handles[side], np.arange(first, end)
             start = part * self._size + end
-
-    def _show(self, epoch: int, order: np.ndarray, part: int) -> Any:
-        """Return the handle of a part of an epoch, once it is made; have the next one made."""
-        side = part % 2
-        if self._shown != (epoch, part):
-            if self._making[0] != (epoch, part):
-                self._make(epoch, order, part)
-            self._making[1].result()
-            given = self._images[side], self._labels[side]
-            self._handles[side] = self._program.refill(self._handles[side], *given, len(order))
-            self._shown = epoch, part
-            if (part + 1) * self._size < len(order):
-                self._make(epoch, order, part + 1)
-        return self._handles[side]
 
     def _make(self, epoch: int, order: np.ndarray, part: int) -> None:
         """Begin to write images and their labels into one side; they wait for those of an epoch that ended early."""

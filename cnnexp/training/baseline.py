@@ -108,8 +108,7 @@ class Baseline:
         shares: list[float] = []
         started = self._clock()
         while len(shares) < self.batches and (not shares or self._clock() - started < self._budget_s):
-            share = self._layers_share(self._handle, batch, rate)
-            if share is None:
+            if (share := self._layers_share(self._handle, batch, rate)) is None:
                 return None
             shares.append(share)
         return statistics.median(shares)

@@ -204,11 +204,12 @@ def _evaluate(one_pass: _Pass, held_out: dict[str, tuple[Any, np.ndarray]]) -> t
     totals = {name: evaluate(one_pass.program.loss, scores[name], labels) for name, (_, labels) in held_out.items()}
     for name, total in totals.items():
         if not math.isfinite(total.loss):
-            raise Diverged(
-                f"the {name} loss became {total.loss} after epoch {one_pass.epoch}, at learning rate "
-                f"{one_pass.rate:g}; lower optimizer.lr or check the data"
-            )
+            raise _diverged(f"{name} loss became {total.loss} after epoch {one_pass.epoch}", one_pass.rate)
     return scores["test"], totals
+
+
+def _diverged(what: str, rate: float) -> Diverged:
+    return Diverged(f"the {what}, at learning rate {rate:g}; lower optimizer.lr or check the data")
 
 
 @dataclass
@@ -298,10 +299,8 @@ class _Pass:
                 totals += self.program.train(handle, places, rate)
             seconds = self.clock() - started
             if not math.isfinite(totals.loss):
-                raise Diverged(
-                    f"the loss became {totals.loss} in epoch {self.epoch}, images {start} to {stop}, at learning rate "
-                    f"{rates.max():g}; lower optimizer.lr or check the data"
-                )
+                images = f"images {start} to {stop}"
+                raise _diverged(f"loss became {totals.loss} in epoch {self.epoch}, {images}", rates.max())
             self.totals, self.seconds = self.totals + totals, self.seconds + seconds
             for observer in self.observers:
                 observer.progressed(Progress(self.epoch, self.totals, len(self.order), self.seconds))

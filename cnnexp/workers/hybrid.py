@@ -5,7 +5,7 @@ summed. Linear layers have many weights and little to compute, so each worker ke
 the weights) and sees all images: activations travel, the big weights never do.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -41,10 +41,8 @@ class HybridReplica(Replica):
         program = spec.backend.compile(features, Loss.SOFTMAX_CROSS_ENTROPY, spec.optimizer, rows)
         if not isinstance(program, LayerwiseProgram):
             program.close()
-            raise ConfigError(
-                f"workers.sync=hybrid: backend={spec.backend.name} compiles a network as one piece; use a backend that "
-                "runs layer by layer, e.g. cpu-parallel"
-            )
+            why = "compiles a network as one piece; use a backend that runs layer by layer, e.g. cpu-parallel"
+            raise ConfigError(f"workers.sync=hybrid: backend={spec.backend.name} {why}")
         super().__init__(spec, collective, program)
         self._features, self.network, self.loss = program, spec.network, spec.loss
         self._head = Head(spec.network, spec.optimizer, first, cast(Collective, self.collective))
@@ -119,7 +117,7 @@ class Head:
     def __init__(self, network: Network, optimizer: Optimizer, first: int, collective: Collective) -> None:
         self._stages = [stage for stage in network.stages[first:] if not isinstance(stage, FlattenStage)]  # x is flat
         self._optimizer, self._collective = optimizer, collective
-        self._layouts = [_layout(self._stages, collective.size, rank) for rank in range(collective.size)]
+        self._layouts = [[*_layout(self._stages, collective.size, rank)] for rank in range(collective.size)]
         self._sizes = [sum(own.size for _, _, own in layout) for layout in self._layouts]
         size = self._sizes[collective.rank]
         self.gradient = np.zeros(size, np.float32)
@@ -197,27 +195,22 @@ def first_linear(network: Network, workers: int) -> int:
         raise ConfigError("workers.sync=hybrid: needs convolutions, then linear layers; use workers.sync=gradients")
     for stage in network.stages[first:]:
         if not isinstance(stage, LinearStage | ElementwiseStage | DropoutStage | FlattenStage):
-            raise ConfigError(
-                f"workers.sync=hybrid: cannot divide {type(stage.layer).__name__} among workers after the first "
-                "Linear; use workers.sync=gradients"
-            )
-        if isinstance(stage, LinearStage) and stage.layer.features < workers:
-            raise ConfigError(
-                f"workers.sync=hybrid: {stage.name} has {stage.layer.features} outputs for {workers} workers; use at "
-                f"most {stage.layer.features} workers, or workers.sync=gradients"
-            )
+            why = f"cannot divide {type(stage.layer).__name__} among workers after the first Linear"
+            raise ConfigError(f"workers.sync=hybrid: {why}; use workers.sync=gradients")
+        if isinstance(stage, LinearStage) and (outputs := stage.layer.features) < workers:
+            why = f"{stage.name} has {outputs} outputs for {workers} workers; use at most {outputs} workers"
+            raise ConfigError(f"workers.sync=hybrid: {why}, or workers.sync=gradients")
     return first
 
 
-def _layout(stages: Sequence[Stage], size: int, rank: int) -> list[tuple[Parameter, slice, Parameter]]:
-    """Return for each parameter: its place among all of the head's, a worker's columns of it, their place there."""
-    layout, everyone_at, own_at = [], 0, 0
+def _layout(stages: Sequence[Stage], size: int, rank: int) -> Iterator[tuple[Parameter, slice, Parameter]]:
+    """Yield for each parameter: its place among all of the head's, a worker's columns of it, their place there."""
+    everyone_at, own_at = 0, 0
     for p in (p for stage in stages for p in stage.parameters):
         columns = share(p.shape[-1], size, rank)
         own = replace(p, shape=(*p.shape[:-1], columns.stop - columns.start), offset=own_at)
-        layout.append((replace(p, offset=everyone_at), columns, own))
+        yield replace(p, offset=everyone_at), columns, own
         everyone_at, own_at = everyone_at + p.size, own_at + own.size
-    return layout
 
 
 _OPS = NumpyOps()
