@@ -100,6 +100,17 @@ NETWORKS: dict[str, tuple[str, Network, str]] = {
         ),
         "sgd",
     ),
+    "vgg11": (
+        "VGG-11 with batch normalization: 64-128-256-256-512-512-512-512, five pools",
+        Network(
+            CIFAR,
+            (
+                *(*_normalized(64), *POOL, *_normalized(128), *POOL, *_normalized(256) * 2, *POOL),
+                *(*_normalized(512) * 2, *POOL, *_normalized(512) * 2, *POOL, *FLAT, Linear(CLASSES)),
+            ),
+        ),
+        "sgd",
+    ),
     "resnet20": ("ResNet-20: `model=resnet model.blocks=3`", ResNet(blocks=3).network(CIFAR, CLASSES), "sgd"),
     "resnet56": ("ResNet-56: `model=resnet model.blocks=9`", ResNet(blocks=9).network(CIFAR, CLASSES), "sgd"),
     "mobilenet": (

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from backends.on_target import AVX2, AVX512, NETWORKS, TARGETS
-from conformance import BARELY_CLEAR, check_gradients, check_scores, clear_case, make_case, oracle, started
+from backends.on_target import AVX2, AVX512, HOST, NETWORKS, TARGETS, OnTarget
+from conformance import BARELY_CLEAR, check_case, check_gradients, check_scores, clear_case, make_case, oracle, started
 from llvmlite import ir
 from machine_code import CPUS, Cpu, KernelProgram, add_function, product_loops
 from numba import njit
@@ -16,12 +16,15 @@ from tables import each
 from cnnexp import GELU, SGD, AvgPool2d, BatchNorm2d, Conv2d, Dropout, Flatten, Linear, Loss, MaxPool2d, Network, ReLU
 from cnnexp.backends import simd
 from cnnexp.backends.simd import CpuSimd
+from cnnexp.backends.simd.algorithms.convolution import winograd
 from cnnexp.backends.simd.algorithms.reorder import reorder
 from cnnexp.backends.simd.compiler.compose import compose
 from cnnexp.backends.simd.compiler.emit import FLOAT, INDEX, Target
 from cnnexp.backends.simd.layouts import Arena
 from cnnexp.backends.simd.lowering import Plan
 from cnnexp.backends.simd.planner import ALGORITHMS, allowed, candidates, choose_nodes, split
+from cnnexp.backends.simd.runtime import program
+from cnnexp.backends.simd.runtime.program import make_plan
 from cnnexp.errors import ConfigError
 from cnnexp.network import Residual, Sigmoid
 from cnnexp.network.models import MobileNet, OneConv, ResNet, TwoConvMlp, TwoConvPool4
@@ -95,6 +98,25 @@ def test_products_are_of_as_many_rows_as_a_block_has_tiles(share, together, rows
     [products] = [function for function in module.functions if ".products" in function.name]
     assert plan.nodes[0].transformed.together == together
     assert str(products).count("llvm.fmuladd") == 2 * rows
+
+
+@pytest.mark.parametrize(("algorithm", "threads"), [("winograd", 1), ("winograd", 2), ("channels", 2)])
+def test_weights_that_leave_l2_go_by_pieces(algorithm, threads, monkeypatch):
+    """Tiles of odd images over each other, pieces of the channels with a rest, several blocks of images, a max-pool."""
+    lanes, forced = HOST.lanes, tuple((f"conv{i}", algorithm) for i in (1, 2, 3))
+    layers = Conv2d(2 * lanes, 3, padding="same"), ReLU(), Conv2d(3 * lanes, 5, padding=2), MaxPool2d(2), ReLU()
+    network = Network((10, 14, 40), (*layers, Conv2d(lanes, 3, padding="same"), ReLU(), Flatten(), Linear(4)))
+    target = replace(HOST, l2_bytes=2**13, forced=forced)
+    monkeypatch.setattr(winograd, "L3_BYTES", 2**20)
+    monkeypatch.setattr(winograd.Tiling, "is_faster", lambda self, other, images: True)
+    monkeypatch.setattr(program, "load_or_make", lambda key, load, make: load(make()))  # such code is not to be kept
+    monkeypatch.setattr(program.compilation, "compile_in_subprocess", lambda *_: None)
+    if algorithm == "winograd":
+        nodes = make_plan(network, target, 2 * lanes).nodes
+        passes = [part for node in nodes for part in (vars(node).get("transformed"), vars(node).get("back")) if part]
+        assert [part.by_panel for part in passes] == [True] * 5
+        assert len({part.together for part in passes}) > 1
+    check_case(OnTarget(target, threads), make_case(network, images=2 * lanes + 3))
 
 
 def check_every_algorithm(cpu: Cpu, network: Network, target: Target | None = None) -> None:

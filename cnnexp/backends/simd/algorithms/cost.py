@@ -17,8 +17,11 @@ from cnnexp.backends.simd.compiler.emit import Target, chunks
 MACS, LOADS = 2, 2
 """Multiply-adds and loads of a vector in a cycle."""
 
-L2_BYTES_PER_CYCLE, L3_BYTES_PER_CYCLE = 32, 16
-"""Bytes in a cycle from L2, and from beyond."""
+L2_BYTES_PER_CYCLE, L3_BYTES_PER_CYCLE, MEMORY_BYTES_PER_CYCLE = 32, 16, 4
+"""Bytes in a cycle from L2, from L3, and from memory: on Zen 3 24, 20 and 3, whether one core reads or two."""
+
+L3_BYTES = 8 << 20
+"""What L3 holds of a core's: past it two cores of a Zen 3 that has 32 MB for eight read at memory's speed."""
 
 STALL_FRACTION = 0.35
 """Part of the time to bring something that a kernel waits for, where it computes meanwhile."""
@@ -52,7 +55,9 @@ def bring(floats: float, working_set: float, target: Target) -> float:
     """Return the cycles to bring floats to the registers, out of so many bytes that are gone over again and again."""
     if working_set <= target.l1_bytes:
         return floats / target.lanes / LOADS
-    return 4 * floats / (L2_BYTES_PER_CYCLE if working_set <= target.l2_bytes else L3_BYTES_PER_CYCLE)
+    if working_set <= target.l2_bytes:
+        return 4 * floats / L2_BYTES_PER_CYCLE
+    return 4 * floats / (L3_BYTES_PER_CYCLE if working_set <= L3_BYTES else MEMORY_BYTES_PER_CYCLE)
 
 
 def passes(floats: float, instructions: float, target: Target, images: int = 1, streams: float = 2) -> Work:

@@ -312,9 +312,9 @@ class Emitter:
         return [[first + (i * row + v * self.lanes) for v in range(vectors)] for i in range(rows)]
 
     @contextmanager
-    def sums(self, places: list[list[Pointer]]) -> Iterator[Sums]:
-        """Keep the vectors at `places`, row by row, in registers while the block adds to them."""
-        totals = [[self.variable(self.load(place)) for place in row] for row in places]
+    def sums(self, places: list[list[Pointer]], new: bool = False) -> Iterator[Sums]:
+        """Keep the vectors at `places`, row by row, or `new` ones, in registers while the block adds to them."""
+        totals = [[self.variable(None if new else self.load(place)) for place in row] for row in places]
         yield totals
         self.store_all(totals, places)
 

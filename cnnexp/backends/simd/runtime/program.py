@@ -39,7 +39,11 @@ from cnnexp.optimizers import SGD, Optimizer
 from cnnexp.system import child
 
 LARGEST_ARENA = 24 << 20
-"""Bytes of activations per thread past which no tile grows: with 40 MB the largest networks gained 2 % at most."""
+"""Bytes of activations per thread, besides as many as of parameters, past which no tile grows.
+
+With 40 MB the largest networks gained 2 % at most. VGG-11, whose 37 MB of parameters are gone over once a tile, takes
+by 16 images 0.88 of the time that it takes by 8.
+"""
 
 L3_SHARE_BYTES = 4 << 20
 """Bytes of L3 that are a core's when all cores work, 1.4 to 4 MB on servers; no file says of how many."""
@@ -447,7 +451,8 @@ def make_plan(network: Network, target: Target, share: int) -> Plan:
         pushed_out = 4 * (size(one) + 2 * one.parameters.size) > target.l2_bytes
         worth = pushed_out and size(one) <= WEIGHT_PASSES * one.parameters.size
         fits = worth or 4 * size(more) <= target.l2_bytes
-        if not fits or 4 * (size(more) + more.arena.scratch) > (L3_SHARE_BYTES if near else LARGEST_ARENA):
+        most = L3_SHARE_BYTES if near else LARGEST_ARENA + 4 * one.parameters.size
+        if not fits or 4 * (size(more) + more.arena.scratch) > most:
             break
         plan = more
     return plan

@@ -18,7 +18,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from llvmlite import ir
@@ -120,29 +120,28 @@ class Channels(ConvolutionNode[NHWC]):
         size, cell = (conv.windows.size, conv.windows.stride) if conv.windows else (1, 1)
         rows, columns, _ = choose_tile(conv.counts, size * size, -(-panels.outputs // k.lanes), k.target.registers)
         taps, run = conv.kernel[0], conv.kernel[1] * x.shape[2]
-        with k.loop(k.count) as n:
-            # an image, a panel of filters, a tile of cells
+        # an image and a panel of filters, a tile of cells
+        for n, panel in _by_images(k, panels):
             source = conv.corner(k, n)
-            for panel in panels.each(k):
-                for u, height, v, width in k.tiles((conv.counts[0], rows), (conv.counts[1], columns), conv.parts):
-                    # the rows of the kernel that some window of the tile has in the image
-                    reach = ((height - 1) * cell + size - 1) * conv.stride
-                    low, high = conv.rows_inside(k, taps, u, cell * conv.stride, conv.counts[0], reach)
-                    steps = Steps(k.builder.sub(high, low), run, (x.row, 1), (run * panel.unit, panel.unit))
-                    # every pixel of the tile's cells, as the place of its window
-                    cells = list(itertools.product(range(height), range(width)))
-                    places = [
-                        ((a * cell + i) * x.row + (b * cell + j) * x.column) * conv.stride
-                        for (a, b), i, j in itertools.product(cells, range(size), range(size))
-                    ]
-                    # the sums
-                    totals = [k.variables(panel.width) for _ in places]
-                    at = source.at(u, cell * conv.stride * x.row).at(v, cell * conv.stride * x.column).at(low, x.row)
-                    add_products(k, totals, at, places, panel.at(weights).at(low, run * panel.unit), steps)
-                    # each cell: its maximum, bias and ReLU
-                    values = [[total.get() for total in row] for row in totals]
-                    windows = [values[first : first + size * size] for first in range(0, len(values), size * size)]
-                    conv.finish(k, dict(zip(cells, windows, strict=True)), bias, panel, (n, u, v))
+            for u, height, v, width in k.tiles((conv.counts[0], rows), (conv.counts[1], columns), conv.parts):
+                # the rows of the kernel that some window of the tile has in the image
+                reach = ((height - 1) * cell + size - 1) * conv.stride
+                low, high = conv.rows_inside(k, taps, u, cell * conv.stride, conv.counts[0], reach)
+                steps = Steps(k.builder.sub(high, low), run, (x.row, 1), (run * panel.unit, panel.unit))
+                # every pixel of the tile's cells, as the place of its window
+                cells = list(itertools.product(range(height), range(width)))
+                places = [
+                    ((a * cell + i) * x.row + (b * cell + j) * x.column) * conv.stride
+                    for (a, b), i, j in itertools.product(cells, range(size), range(size))
+                ]
+                # the sums
+                totals = [k.variables(panel.width) for _ in places]
+                at = source.at(u, cell * conv.stride * x.row).at(v, cell * conv.stride * x.column).at(low, x.row)
+                add_products(k, totals, at, places, panel.at(weights).at(low, run * panel.unit), steps)
+                # each cell: its maximum, bias and ReLU
+                values = [[total.get() for total in row] for row in totals]
+                windows = [values[first : first + size * size] for first in range(0, len(values), size * size)]
+                conv.finish(k, dict(zip(cells, windows, strict=True)), bias, panel, (n, u, v))
 
     def backward_weights(self, k: Emitter, plan: Layout) -> None:
         dw, db = plan.parameters.of(self.stage, k.gradients)
@@ -158,7 +157,8 @@ class Channels(ConvolutionNode[NHWC]):
         """
         conv, d, x, panels, run = self.sum, self.d, self.x, self.sum.panels, self.run
         rows, columns, _ = d.shape
-        held = k.target.l1_bytes * CACHED_PART[0] // CACHED_PART[1]
+        cache = k.target.l2_bytes if leave_l2(panels, k.target) else k.target.l1_bytes
+        held = cache * CACHED_PART[0] // CACHED_PART[1]
         block, most_rows = 1, max(held // (4 * (conv.stride * x.row + d.row)), -(-LEAST_TERMS // columns))
         if most_rows >= rows:
             block, most_rows = max(1, held // (4 * (x.stride + d.stride))), rows
@@ -277,6 +277,23 @@ class Sum(Geometry[NHWC]):
         n, *at = place
         row, column = (k.scaled(i, self.step, first) for i, first in zip(at, self.first, strict=True))
         return image.pixel(k, n, row, column)
+
+
+def leave_l2(panels: Panels, target: Target) -> bool:
+    """Whether weights must come from beyond L2 every time that they are gone over."""
+    return 4 * panels.size > target.l2_bytes
+
+
+def _by_images(k: Emitter, panels: Panels) -> Iterator[tuple[ir.Value, Panel]]:
+    """Run what follows for every image and panel; where the weights leave L2, for all images with one panel first."""
+    if leave_l2(panels, k.target):
+        for panel in panels.each(k):
+            with k.loop(k.count) as n:
+                yield n, panel
+        return
+    with k.loop(k.count) as n:
+        for panel in panels.each(k):
+            yield n, panel
 
 
 def panel_width(counts: tuple[int, int], pixels: int, filters: int, target: Target) -> int:
