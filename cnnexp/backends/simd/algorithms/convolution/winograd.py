@@ -4,7 +4,7 @@ A *tile* of 4 x 4 outputs of a channel, or 2 x 2, sees 6 x 6 pixels. With both t
 36 places needs one product a channel and no place needs another, in place of 144 or 100. So a convolution is 36 matrix
 products, of tiles x channels with channels x filters, between a transformation of the patches and one back (Lavin and
 Gray 2016, "Fast Algorithms for Convolutional Neural Networks"). All go by blocks of tiles that stay in L2; or, where
-it is the weights that do not, by panels of those, each with all tiles.
+it is the weights that do not, by pieces of those, each with the tiles of several images.
 
 The gradient of the weights is the transformation turned round: a sum over tiles of x times d, both transformed, for
 each place, and back once.
@@ -248,11 +248,11 @@ class WinogradPass:
     Args:
         conv: as without Winograd, stride 1, and windows of 2 x 2 if any.
         plan: whose arena's room for a kernel holds the transformed weights, or their gradient, [place][panels].
-            In `predict` the weights have room of their own. By panels there is room for one.
+            In `predict` the weights have room of their own. By panels: a piece of them, all inputs, a panel's outputs.
         after: floats of that room that hold the weights themselves, turned.
 
     Attributes:
-        kernel: its side. tiling: of an image in blocks. cell: pixels from window to window. sides: (U, V) in pixels.
+        kernel: its side. tiling, by_panel: see `Tiling`. cell: pixels from window to window. sides: (U, V) in pixels.
         together: images in a block.
         panels: of the weights of one place (C, F). kept: where they have their room.
         inputs, outputs: so many floats into the room lie the block's tiles, [place][tile][channel] and
