@@ -121,9 +121,10 @@ class Channels(ConvolutionNode[NHWC]):
         rows, columns, _ = choose_tile(conv.counts, size * size, -(-panels.outputs // k.lanes), k.target.registers)
         taps, run = conv.kernel[0], conv.kernel[1] * x.shape[2]
         # an image and a panel of filters, a tile of cells
-        for n, panel in _by_images(k, panels):
+        parts = 1 if leave_l2(panels, k.target) else conv.parts
+        for n, panel in _by_images(k, panels, conv.parts):
             source = conv.corner(k, n)
-            for u, height, v, width in k.tiles((conv.counts[0], rows), (conv.counts[1], columns), conv.parts):
+            for u, height, v, width in k.tiles((conv.counts[0], rows), (conv.counts[1], columns), parts):
                 # the rows of the kernel that some window of the tile has in the image
                 reach = ((height - 1) * cell + size - 1) * conv.stride
                 low, high = conv.rows_inside(k, taps, u, cell * conv.stride, conv.counts[0], reach)
@@ -284,10 +285,10 @@ def leave_l2(panels: Panels, target: Target) -> bool:
     return 4 * panels.size > target.l2_bytes
 
 
-def _by_images(k: Emitter, panels: Panels) -> Iterator[tuple[ir.Value, Panel]]:
-    """Run what follows for every image and panel; where the weights leave L2, for all images with one panel first."""
+def _by_images(k: Emitter, panels: Panels, parts: int) -> Iterator[tuple[ir.Value, Panel]]:
+    """Run what follows for every image and panel; weights that leave L2 by panels, which parts share, of all images."""
     if leave_l2(panels, k.target):
-        for panel in panels.each(k):
+        for panel in panels.each(k, parts):
             with k.loop(k.count) as n:
                 yield n, panel
         return

@@ -202,11 +202,10 @@ class Tiling:
 
     def _brought(self, together: int) -> float:
         """Return the cycles of bringing what a block's products take from beyond L1: weights, and by panels inputs."""
-        if not self.by_panel:
-            return bring(self._weights, 4 * self._weights, self.target)
+        held = self._piece if self.by_panel and not self.target.forward_only else self._weights
         inputs = PLACES * together * self.block * self.channels
-        again = bring(self._weights / self._panel * inputs, 4 * inputs, self.target)
-        return bring(self._weights, 4 * self._piece, self.target) + again
+        again = bring(self._weights / self._panel * inputs, 4 * inputs, self.target) if self.by_panel else 0
+        return bring(self._weights, 4 * held, self.target) + again
 
     def sums(self, images: int) -> Work:
         """Return the work of outputs from inputs."""
