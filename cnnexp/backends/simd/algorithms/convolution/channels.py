@@ -120,8 +120,8 @@ class Channels(ConvolutionNode[NHWC]):
         size, cell = (conv.windows.size, conv.windows.stride) if conv.windows else (1, 1)
         rows, columns, _ = choose_tile(conv.counts, size * size, -(-panels.outputs // k.lanes), k.target.registers)
         taps, run = conv.kernel[0], conv.kernel[1] * x.shape[2]
-        # an image and a panel of filters, a tile of cells
         parts = 1 if leave_l2(panels, k.target) else conv.parts
+        # an image and a panel of filters, a tile of cells
         for n, panel in _by_images(k, panels, conv.parts):
             source = conv.corner(k, n)
             for u, height, v, width in k.tiles((conv.counts[0], rows), (conv.counts[1], columns), parts):
