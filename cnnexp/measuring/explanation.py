@@ -121,7 +121,8 @@ def sentences(sides: Sequence[Side]) -> list[str]:
     ours, *others = sides
     found = []
     if others:
-        costs = " and ".join(f"{_who(side)} {us_text(side.us)}" for side in sides)
+        where = [side.device or f"{side.threads} thread{'s' if side.threads > 1 else ''}" for side in sides]
+        costs = " and ".join(f"{s.label} on {on} {us_text(s.us)}" for s, on in zip(sides, where, strict=True))
         found = [f"An image costs {costs}: {_times(ours.us, others[0].us)}.", *changes(sides)]
     if ours.pieces:
         found.append(_what_is_left(ours))
@@ -213,11 +214,6 @@ def _possessive(piece: Piece) -> str:
     first, *along = piece.layers
     listed = " and ".join(filter(None, (", ".join(along[:-1]), *along[-1:])))
     return f"{_plain_layer(first)}'s {piece.what} pass" + (f" with {listed}" if along else "")
-
-
-def _who(side: Side) -> str:
-    threads = f"{side.threads} thread{'s' if side.threads > 1 else ''}"
-    return f"{side.label} on {side.device or threads}"
 
 
 def _times(ours: float, theirs: float) -> str:

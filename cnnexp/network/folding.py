@@ -34,7 +34,7 @@ class Folded:
 
         What is folded is computed in float64. A NormStage's are scale and shift: its running averages count no more.
         """
-        flat, found = state["parameters"], list[np.ndarray]()
+        flat, folded, at = state["parameters"], np.empty(self.network.parameter_count, np.float32), 0
         for stage, norms in self.sources:
             own = [parameter.view(flat) for parameter in stage.parameters]
             if isinstance(stage, NormStage):
@@ -44,8 +44,9 @@ class Folded:
                 scale = norm.weight.view(flat) / np.sqrt(variance + norm.layer.epsilon)
                 shift = own[1] if len(own) > 1 else 0.0
                 own = [own[0] * scale, (shift - mean) * scale + norm.bias.view(flat)]
-            found += [array.ravel().astype(np.float32, copy=False) for array in own]
-        return np.concatenate(found)
+            for array in own:
+                folded[at : at + array.size], at = array.ravel(), at + array.size
+        return folded
 
 
 def _fold(stages: Sequence[Stage], sources: list[tuple[Stage, list[NormStage]]]) -> tuple[Layer, ...]:

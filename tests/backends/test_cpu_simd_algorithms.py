@@ -119,6 +119,22 @@ def test_weights_that_leave_l2_go_by_pieces(algorithm, threads, monkeypatch):
     check_case(OnTarget(target, threads), make_case(network, images=2 * lanes + 3))
 
 
+@pytest.mark.parametrize("images", [HOST.lanes - 1, 5 * HOST.lanes])
+def test_linear_weights_that_leave_l2_go_panel_by_panel_for_few_images(images, monkeypatch):
+    """Rows that fill no panel, outputs that fill no vector, and a first layer whose input needs no gradient."""
+    network = Network((23,), (Linear(132), ReLU(), Linear(75), ReLU(), Linear(60), ReLU(), Linear(4)))
+    target = replace(HOST, l2_bytes=2**15)
+    monkeypatch.setattr(program, "load_or_make", lambda key, load, make: load(make()))
+    monkeypatch.setattr(program.compilation, "compile_in_subprocess", lambda *_: None)
+    plan = make_plan(network, target, images)
+    node = next(node for node in plan.nodes if node.name == "linear2")
+    assert node.panels.rows > 132
+    few = target.l2_bytes >= 8 * plan.arena.floats(node.dx_lanes)
+    assert few == (images < HOST.lanes)
+    assert 4 * node.panels.size > target.l2_bytes
+    check_case(OnTarget(target, 1), make_case(network, images=images))
+
+
 def check_every_algorithm(cpu: Cpu, network: Network, target: Target | None = None) -> None:
     target, taken = target or cpu.target, set()
     for forced in rounds(network, target):

@@ -26,14 +26,6 @@ def _exp(x: float) -> float:
         return math.inf
 
 
-def _log(x: float) -> float:
-    return -math.inf if x == 0 else math.log(x)
-
-
-def _log1p(x: float) -> float:
-    return -math.inf if x == -1 else math.log1p(x)
-
-
 MATHS = Maths(_exp, math.tanh, math.erf, lambda a, b: b if a < b else a, lambda condition, a, b: a if condition else b)
 
 
@@ -172,7 +164,8 @@ class PythonOps(HostOps):
     def loss(
         self, loss: Loss, scores: Array, labels: Array, scale: float, d_scores: Array, losses: Array, hits: Array
     ) -> None:
-        rule = loss.rule(scores.shape[1], _exp, _log, _log1p)
+        log, log1p = (lambda x: math.log(x) if x else -math.inf), (lambda x: math.log1p(x) if x != -1 else -math.inf)
+        rule = loss.rule(scores.shape[1], _exp, log, log1p)
         for n, (row, label) in enumerate(zip(scores.tolist(), labels.tolist(), strict=True)):
             d_row = [0.0] * len(row)
             losses[n], hits[n] = rule(row, label, scale, d_row)

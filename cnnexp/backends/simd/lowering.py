@@ -327,7 +327,9 @@ class Plan:
         """
         if used is None or kind is NC:
             return self._tensor(kind, shape, halo)
-        scratch = bool(self._cuts) and not any(map(self._crosses, used))
+        # a node with seams reads its input and dy on both sides of them
+        seams = [step for cut in self._cuts for step in (cut, self._backward(cut))]
+        scratch = bool(seams) and not any(first < step <= last for first, last in used for step in seams)
         wanted = self._tensor(kind, shape, halo, scratch, Offset(0))
         if self.target.forward_only and not halo.value:
             return replace(wanted, offset=self.arena.reuse(self.arena.floats(wanted), *used[0]))
@@ -340,11 +342,6 @@ class Plan:
         tensor = self._tensor(kind, shape, halo, scratch)
         rooms[alike].append((tensor, [*used]))
         return tensor
-
-    def _crosses(self, used: tuple[int, int]) -> bool:
-        """Whether a seam lies between two steps; a node with seams reads its input and dy on both sides of them."""
-        first, last = used
-        return any(first < step <= last for cut in self._cuts for step in (cut, self._backward(cut)))
 
     def _tensor(
         self, kind: type[Tensor], shape: Shape, halo: Halo, scratch: bool = False, at: Offset | None = None

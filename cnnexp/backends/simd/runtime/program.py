@@ -297,7 +297,7 @@ class ForwardProgram(Program[np.ndarray]):
         self._work = _function((*described, target, plan.vectors, plan.least))
         self._rows, self._layout, self._outputs = plan.explain(1), plan.parameters, plan.scores.size
         self._parameters, self._arenas = aligned_zeros((plan.parameters.size,)), plan.arena.make(threads)
-        self._calls, self._state = Calls(plan.nodes, plan, self._arenas), network.initial_state(0)
+        self._calls, self._state = Calls(plan.nodes, plan, self._arenas), complete({}, network, SGD())
         self._cycles, self._part_cycles = sum(part.cycles for part in self._rows), target.part_cycles
         self._tile = plan.arena.images
         self._most = threads if any(node.parts > 1 for node in plan.nodes) else 1
@@ -347,8 +347,7 @@ class ForwardProgram(Program[np.ndarray]):
 
     def take(self, state: State) -> None:
         """Predict with the parameters and running averages of a state from now on."""
-        self._state = {name: state[name].copy() for name in self._state}
-        folded = self._folded.parameters(self._state)
+        folded = self._folded.parameters(state)
         folded[np.abs(folded) < np.finfo(np.float32).tiny] = 0  # a CPU takes a hundred times as long for them
         with self._lock:
             self._layout.pack(folded, self._parameters)
@@ -356,10 +355,11 @@ class ForwardProgram(Program[np.ndarray]):
             self._run_first()
 
     def restore(self, state: State) -> None:
-        self.take(complete(state, self.network, self.optimizer))
+        self._state = {name: array.copy() for name, array in complete(state, self.network, SGD()).items()}
+        self.take(self._state)
 
     def state(self) -> State:
-        return {"step": np.asarray(0, np.int64), **{name: array.copy() for name, array in self._state.items()}}
+        return {name: array.copy() for name, array in self._state.items()}
 
     def explain(self) -> list[Part]:
         return self._rows

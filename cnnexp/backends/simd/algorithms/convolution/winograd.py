@@ -490,7 +490,8 @@ class WinogradPass:
                     for before, at, pixels in zip(counted, (i, j), self.sides, strict=True):
                         if at < -pixels % side:
                             square[i][j] = k.select(before, k.zero(), square[i][j])
-                _store_square(k, _both_ways(k, _expand, OUTPUTS[side], square), target, self.strides[2])
+                for place, value in enumerate(itertools.chain(*_both_ways(k, _expand, OUTPUTS[side], square))):
+                    k.store(value, target + place * self.strides[2])
 
     def _add_outer_products(self, k: Emitter, tiles: ir.Value) -> None:
         """Add inputs times outputs to the sums, tile by tile."""
@@ -580,8 +581,3 @@ def _expand_square(
 
 def _load_square(k: Emitter, pointer: Pointer, stride: int) -> list[Vectors]:
     return [[k.load(pointer + (i * LINE + j) * stride) for j in range(LINE)] for i in range(LINE)]
-
-
-def _store_square(k: Emitter, square: Sequence[Vectors], pointer: Pointer, stride: int) -> None:
-    for place, value in enumerate(itertools.chain(*square)):
-        k.store(value, pointer + place * stride)

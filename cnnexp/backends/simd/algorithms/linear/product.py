@@ -68,7 +68,7 @@ class Panels:
     """Where the weights (R, F) lie, packed.
 
     Attributes:
-        rows: R. outputs: F. width: vectors of a panel; the last one may have fewer. lanes: floats per vector.
+        rows: R or more. outputs: F. width: vectors of a panel; the last one may have fewer. lanes: floats per vector.
     """
 
     rows: int
@@ -96,13 +96,13 @@ class Panels:
 
     def views(self, flat: np.ndarray, packed: np.ndarray) -> Views:
         """Return where weights lie, see `Parameters.place`."""
-        found, rows = [], flat.reshape(self.rows, self.outputs)
+        found, rows = [], flat.reshape(-1, self.outputs)
         for first, width, times in self.kinds:
             start, stop = first * self.lanes, (first + width * times) * self.lanes
             # an output's lanes may go past the last one in a panel that stands alone
-            ours = rows[:, start:stop].reshape(self.rows, times, -1).swapaxes(0, 1)
+            ours = rows[:, start:stop].reshape(len(rows), times, -1).swapaxes(0, 1)
             theirs = packed[start * self.rows : stop * self.rows].reshape(times, self.rows, -1)
-            found.append((ours, theirs[:, :, : ours.shape[2]]))
+            found.append((ours, theirs[:, : len(rows), : ours.shape[2]]))
         return found
 
     def valid(self, first: int, width: int, times: int) -> list[int]:

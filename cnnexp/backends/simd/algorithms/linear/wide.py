@@ -10,6 +10,7 @@ nothing but rows after it, is such a layer, too: LeNet-5 as published has one, a
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable
 
 from llvmlite import ir
@@ -87,7 +88,9 @@ class Wide(Dense):
         if beyond_l2 and self.height < plan.share <= most_height(1, target.registers):
             self.height, width = plan.share, 1
         self.ahead = STEPS_AHEAD if beyond_l2 and self.height == plan.share else 0
-        self.panels = Panels(features, outputs, width, target.lanes)
+        # an odd number of lines, or of rows of whole lines: the input's gradient goes from panel to panel
+        together = LINE_FLOATS // math.gcd(width * target.lanes, LINE_FLOATS)
+        self.panels = Panels(together * (-(-features // together) | 1), outputs, width, target.lanes)
         plan.parameters.place(self.stage.weight, self.panels.size, self.panels.views, plan.owns)
         plan.parameters.place_plain(self.stage.bias)
         if self.dx:
@@ -193,24 +196,34 @@ class Wide(Dense):
                             step.take([place + (i * unit + v * k.lanes) for place in places], total.get())
 
     def _backward_input(self, k: Emitter, plan: Layout) -> None:
-        """dx[d, lane] = sum over o of weights[d, o] * dy[o, lane]."""
+        """dx[d, lane] = sum over o of weights[d, o] * dy[o, lane].
+
+        Where weights come from beyond L2 and dx of a tile stays in it, panel by panel, which memory answers faster.
+        """
         panels, dy, dx = self.panels, self.dy_lanes, self.dx_lanes
         weights, _ = plan.parameters.of(self.stage, k.parameters)
-        # tiles of features x groups of images
-        for first_group, width, group_times in chunks(plan.arena.groups, k.target.registers // 8):
-            for first, height, times in chunks(panels.rows, most_height(width, k.target.registers)):
-                with k.loop(times) as t, k.loop(group_times) as part:
-                    d, group = k.scaled(t, height, first), k.scaled(part, width, first_group)
-                    source, target = dy.stored(k, group), dx.stored(k, group)
-                    totals = [k.variables(width) for _ in range(height)]
-                    # the weights, panel kind by panel kind
-                    for vector, panel_width, panel_times in panels.kinds:
-                        unit, panel = panel_width * k.lanes, panels.rows * panel_width * k.lanes
-                        outputs = min(unit, panels.outputs - (vector + (panel_times - 1) * panel_width) * k.lanes)
-                        steps = Steps(panel_times, outputs, (panel, 1), (unit * k.lanes, k.lanes), dy.stride)
-                        rows = (weights + vector * panels.rows * k.lanes).at(d, unit)
-                        lines, places = source + vector * k.lanes * k.lanes, [i * unit for i in range(height)]
-                        add_products(k, totals, rows, places, lines, steps)
-                    for i, row in enumerate(totals):
-                        for g, total in enumerate(row):
-                            k.store(total.get(), target.at(d, k.lanes) + (i * k.lanes + g * dx.stride))
+        room, registers = plan.arena.floats(dx), k.target.registers
+        alone = 4 * panels.size > k.target.l2_bytes >= 8 * room
+        if alone:
+            k.clear(dx.stored(k, 0), room // k.lanes)
+        for kinds, turns in [([kind], kind[2]) for kind in panels.kinds] if alone else [(panels.kinds, 1)]:
+            with k.loop(turns) as turn:
+                # tiles of features x groups of images
+                for first_group, width, group_times in chunks(plan.arena.groups, registers // 8):
+                    for first, height, times in chunks(dx.shape[2], most_height(width, registers)):
+                        with k.loop(times) as t, k.loop(group_times) as part:
+                            d, group = k.scaled(t, height, first), k.scaled(part, width, first_group)
+                            source, target = dy.stored(k, group), dx.stored(k, group).at(d, k.lanes)
+                            cells = [
+                                [target + (i * k.lanes + g * dx.stride) for g in range(width)] for i in range(height)
+                            ]
+                            with k.sums(cells, new=not alone) as totals:
+                                # the weights, panel kind by panel kind
+                                for vector, panel_width, panel_times in kinds:
+                                    unit, panel = panel_width * k.lanes, panels.rows * panel_width * k.lanes
+                                    last = (vector + (panel_times - 1) * panel_width) * k.lanes
+                                    run, stride = min(unit, panels.outputs - last), unit * k.lanes
+                                    steps = Steps(panel_times // turns, run, (panel, 1), (stride, k.lanes), dy.stride)
+                                    rows = (weights + vector * panels.rows * k.lanes).at(turn, panel).at(d, unit)
+                                    lines = (source + vector * k.lanes * k.lanes).at(turn, stride)
+                                    add_products(k, totals, rows, [i * unit for i in range(height)], lines, steps)
