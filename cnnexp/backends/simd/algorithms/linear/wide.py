@@ -43,6 +43,9 @@ Of several tiles the first would wait for memory. Wide MLP predicts 16 images in
 MANY_IMAGES = 64
 """Of a share, from which on an update prefetches the slots: wide MLP takes 0.94 of the time at 128, 1.09 at 16."""
 
+MEMORY_BOUND = 16
+"""Images of a share whose products with a weight take no longer than memory to bring it, at 3 bytes a cycle."""
+
 
 class Wide(Dense):
     """Many outputs."""
@@ -198,12 +201,12 @@ class Wide(Dense):
     def _backward_input(self, k: Emitter, plan: Layout) -> None:
         """dx[d, lane] = sum over o of weights[d, o] * dy[o, lane].
 
-        Where weights come from beyond L2 and dx of a tile stays in it, panel by panel, which memory answers faster.
+        Where few images wait for weights from beyond L2 and their dx stays in it, panel by panel, as memory holds them.
         """
         panels, dy, dx = self.panels, self.dy_lanes, self.dx_lanes
         weights, _ = plan.parameters.of(self.stage, k.parameters)
         room, registers = plan.arena.floats(dx), k.target.registers
-        alone = 4 * panels.size > k.target.l2_bytes >= 8 * room
+        alone = plan.share <= MEMORY_BOUND and 4 * panels.size > k.target.l2_bytes >= 8 * room
         if alone:
             k.clear(dx.stored(k, 0), room // k.lanes)
         for kinds, turns in [([kind], kind[2]) for kind in panels.kinds] if alone else [(panels.kinds, 1)]:
