@@ -77,6 +77,11 @@ def test_activations_leave_their_room_to_later_ones(name):
         assert int(x.offset) not in range(int(y.offset), int(y.offset) + plan.arena.floats(y))
 
 
+def test_threads_share_what_winograd_transforms_once():
+    plan = Plan(Folded.of(TIMED["vgg11"][1]).network, replace(HOST, forward_only=True), 1, 8)
+    assert plan.arena.size < plan.parameters.size < plan.parameters.kept
+
+
 def test_evaluation_takes_the_averages_of_the_moment():
     case, found = make_case(NORMED, images=50), []
     (program, handle), (other, again) = (started(backend, case, SGD(), 8) for backend in (CpuSimd(2), Numpy()))

@@ -310,19 +310,19 @@ class Parameters:
     step at once (`Plan.updates`). The others' gradients are added up by thread.
 
     Attributes:
-        added, owned: floats of the two parts of the buffer.
+        added, owned: floats of the two parts of the buffer. kept: of the first, what is no parameter: see `reserve`.
     """
 
     def __init__(self, lanes: int) -> None:
-        self.lanes, self.added, self.owned = lanes, 0, 0
+        self.lanes, self.added, self.owned, self.kept = lanes, 0, 0, 0
         self._places: dict[str, tuple[bool, int]] = {}
         self._offsets: dict[str, Offset] = {}
         self._parts: list[tuple[Parameter, int, Callable[[np.ndarray, np.ndarray], Views]]] = []
 
     @property
     def size(self) -> int:
-        """Floats of the buffer."""
-        return self.added + self.owned
+        """Floats of the parameters."""
+        return self.added + self.owned - self.kept
 
     def place(
         self, parameter: Parameter, size: int, views: Callable[[np.ndarray, np.ndarray], Views], owned: bool = False
@@ -341,6 +341,12 @@ class Parameters:
             if parameter is not None:
                 size = round_up(parameter.size, self.lanes)
                 self.place(parameter, size, functools.partial(padded_rows, rows=1, row=size))
+
+    def reserve(self, floats: int) -> Offset:
+        """Return the offset of room for what `Node.setup` makes of the parameters, and all threads read."""
+        at, floats = self.added, round_up(floats, 16)
+        self.added, self.kept = at + floats, self.kept + floats
+        return Offset(at)
 
     def rows(self) -> np.ndarray:
         """Return (first, end, axes) of every parameter in the buffer, int64 (parameters, 3)."""

@@ -105,8 +105,7 @@ def make_forward(plan: Plan, key: str, library: ir.Module) -> Dispatcher:
                 pause()
             store_release(job, HERE + call.rank, 0)
         elif count == 0:
-            for thread in range(len(call.arenas)):
-                setup(call.parameters, arena, call.arenas[thread], 0)
+            setup(call.parameters, arena, arena, 0)
         elif count <= images and shared:
             begin(call, 0, count, arena)
             for kernel in range(kernels):

@@ -296,7 +296,8 @@ class ForwardProgram(Program[np.ndarray]):
         described = self._folded.network, Loss.SOFTMAX_CROSS_ENTROPY, SGD()  # whatever it is trained by
         self._work = _function((*described, target, plan.vectors, plan.least))
         self._rows, self._layout, self._outputs = plan.explain(1), plan.parameters, plan.scores.size
-        self._parameters, self._arenas = aligned_zeros((plan.parameters.size,)), plan.arena.make(threads)
+        self._parameters = aligned_zeros((plan.parameters.size + plan.parameters.kept,))
+        self._arenas = plan.arena.make(threads)
         self._calls, self._state = Calls(plan.nodes, plan, self._arenas), complete({}, network, SGD())
         self._cycles, self._part_cycles = sum(part.cycles for part in self._rows), target.part_cycles
         self._tile = plan.arena.images
@@ -428,7 +429,7 @@ def make_plan(network: Network, target: Target, share: int) -> Plan:
     """
 
     def size(plan: Plan) -> int:
-        return plan.arena.size + target.forward_only * plan.arena.scratch
+        return plan.arena.size + target.forward_only * (plan.arena.scratch + plan.parameters.kept)
 
     plan = one = Plan(network, target, 1, share)
     if target.forward_only and 3 * size(one) > target.l2_bytes and 4 * one.parameters.size < LARGEST_ARENA:

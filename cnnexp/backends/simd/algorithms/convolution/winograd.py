@@ -247,7 +247,7 @@ class WinogradPass:
     Args:
         conv: as without Winograd, stride 1, and windows of 2 x 2 if any.
         plan: whose arena's room for a kernel holds the transformed weights, or their gradient, [place][panels].
-            In `predict` the weights have room of their own. By panels: a piece of them, all inputs, a panel's outputs.
+            In `predict` all threads share the weights. By panels: a piece of them, all inputs, a panel's outputs.
         after: floats of that room that hold the weights themselves, turned.
 
     Attributes:
@@ -270,7 +270,7 @@ class WinogradPass:
         self.cell, self.together = 2 if conv.windows else 1, chunks(plan.share, self.tiling.images)[0][1]
         self.sides = conv.counts[0] * self.cell, conv.counts[1] * self.cell
         tiles = self.together * self.tiling.block + target.registers  # the last sums are of as many rows as all
-        self.kept = arena.allocate(PLACES * odd_lines(self.panels.size)) if target.forward_only else None
+        self.kept = plan.parameters.reserve(PLACES * odd_lines(self.panels.size)) if target.forward_only else None
         weights = odd_lines(self.panels.size)
         if self.by_panel:
             filters = width * target.lanes
@@ -287,7 +287,7 @@ class WinogradPass:
         return k.own + self.arena.shared + self.after
 
     def weights(self, k: Emitter) -> Pointer:
-        return k.arena + self.kept if self.kept else self.room(k)
+        return k.parameters + self.kept if self.kept else self.room(k)
 
     def at(self, k: Emitter, place: ir.Value, bases: Sequence[Pointer] = ()) -> list[Pointer]:
         """Return where weights, inputs and outputs of a place lie: all, or those whose first place is given."""
