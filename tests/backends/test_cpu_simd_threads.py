@@ -1,13 +1,13 @@
 """How many threads of `cpu-simd` work: what they choose on a made-up machine, and that the bits stay the same."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
 from backends.on_target import HOST, OnTarget
 from conformance import assert_same_state, make_case, started
 
-from cnnexp import Adam, BatchNorm2d, Conv2d, Flatten, Linear, MaxPool2d, Network, ReLU, Residual
+from cnnexp import SGD, Adam, BatchNorm2d, Conv2d, Flatten, Linear, MaxPool2d, Network, ReLU, Residual
 from cnnexp.backends.simd.runtime.adaptive_threads import TRIAL_S, AdaptiveThreads
 from cnnexp.backends.simd.runtime.program import make_plan
 
@@ -99,3 +99,18 @@ def test_one_thread_that_does_all_shares_computes_the_same_bits(network):
         arrays = {"gradient": gradient, "scores": program.predict(handle), **program.state()}
         found.append({"totals": totals, "total": total, **arrays})
     assert_same_state(*found)
+
+
+@pytest.mark.parametrize("network", [CONVOLUTION, OWNED, NORMED], ids=["convolution", "owned", "normed"])
+def test_shares_without_images_add_nothing(network):
+    """Batches of two images and, the last, of one, on three threads; then a gradient that is given."""
+    ends = []
+    for threads in (1, 3):
+        backend = OnTarget(replace(HOST, l2_bytes=1024), threads)
+        program, handle = started(backend, make_case(network, images=5), SGD(momentum=0.9), 2)
+        program.train(handle, np.arange(5), 0.01)
+        program.apply(program.gradients(handle, np.arange(1))[1], 0.01)
+        assert not program._gradients.any()
+        ends.append(program.state())
+    for name, array in ends[0].items():
+        np.testing.assert_allclose(ends[1][name], array, rtol=1e-3, atol=1e-4)

@@ -183,7 +183,7 @@ class SimdProgram(Program[LoadedSplit]):
         with self.pending.hold():
             totals = self._run(GRADIENTS, handle, indices, len(indices))
         gradient = self._layout.unpack(functools.reduce(np.add, self._gradients))
-        self._gradients[...] = 0
+        self._gradients[self._gradients.any(axis=1)] = 0  # no page of a share that has no images is ever touched
         return totals, gradient
 
     def warm(self, handle: LoadedSplit, indices: np.ndarray) -> None:

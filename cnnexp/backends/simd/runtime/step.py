@@ -169,12 +169,13 @@ def _make_update(plan: Plan, optimizer: Optimizer, compiled: Callable, library: 
         charge_wait(arena)
         # those whose gradients are added up by share, in whole cache lines
         size = added if call.mode == TRAIN else len(call.parameters)
-        low, high = size * share // shares // 16 * 16, size * (share + 1) // shares // 16 * 16
-        if share == shares - 1:
-            high = size
-        total = call.gradients[0]
-        for other in range(1, shares):
-            add(total[low:high], call.gradients[other, low:high], numbers, high - low)
+        low = size * share // shares // 16 * 16
+        high = size if share == shares - 1 else size * (share + 1) // shares // 16 * 16
+        least = (shares - 1) // batch if batch else 0  # the first share that has images, or a gradient that is given
+        total = call.gradients[least]
+        for other in range(least + 1, shares):
+            if batch * (other + 1) // shares > batch * other // shares:
+                add(total[low:high], call.gradients[other, low:high], numbers, high - low)
         for i in range(len(rows)):
             first, end = max(low, rows[i, 0]), min(high, rows[i, 1])
             w, g = call.parameters[first:end], total[first:end]

@@ -252,8 +252,7 @@ class WinogradPass:
 
     Attributes:
         kernel: its side. tiling, by_panel: see `Tiling`. cell: pixels from window to window. sides: (U, V) in pixels.
-        together: images in a block.
-        panels: of the weights of one place (C, F). kept: where they have their room.
+        together: images in a block. panels: of the weights of one place (C, F). kept: where they have their room.
         inputs, outputs: so many floats into the room lie the block's tiles, [place][tile][channel] and
             [place][tile][filter].
         strides: floats from place to place of weights, inputs and outputs.
