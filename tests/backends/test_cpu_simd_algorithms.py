@@ -102,7 +102,10 @@ def test_products_are_of_as_many_rows_as_a_block_has_tiles(share, together, rows
 
 @pytest.mark.parametrize(("algorithm", "threads"), [("winograd", 1), ("winograd", 2), ("channels", 2)])
 def test_weights_that_leave_l2_go_by_pieces(algorithm, threads, monkeypatch):
-    """Tiles of odd images over each other, pieces of the channels with a rest, several blocks of images, a max-pool."""
+    """Tiles of odd images over each other, pieces of the channels with a rest, several blocks of images, a max-pool.
+
+    Of the weights that the input's gradient needs turned no more than a panel is in memory.
+    """
     lanes, forced = HOST.lanes, tuple((f"conv{i}", algorithm) for i in (1, 2, 3))
     layers = Conv2d(2 * lanes, 3, padding="same"), ReLU(), Conv2d(3 * lanes, 5, padding=2), MaxPool2d(2), ReLU()
     network = Network((10, 14, 40), (*layers, Conv2d(lanes, 3, padding="same"), ReLU(), Flatten(), Linear(4)))
@@ -111,8 +114,10 @@ def test_weights_that_leave_l2_go_by_pieces(algorithm, threads, monkeypatch):
     monkeypatch.setattr(winograd.Tiling, "is_faster", lambda self, other, images: True)
     monkeypatch.setattr(program, "load_or_make", lambda key, load, make: load(make()))  # such code is not to be kept
     monkeypatch.setattr(program.compilation, "compile_in_subprocess", lambda *_: None)
+    plan = make_plan(network, target, 2 * lanes)
+    nodes, turned = plan.nodes, [conv.panels for node in plan.nodes[1:3] for *_, conv in node.phases]
+    assert algorithm == "winograd" or plan.arena._needed == max(p.rows * p.width * lanes for p in turned)
     if algorithm == "winograd":
-        nodes = make_plan(network, target, 2 * lanes).nodes
         passes = [part for node in nodes for part in (vars(node).get("transformed"), vars(node).get("back")) if part]
         assert [part.by_panel for part in passes] == [True] * 5
         assert len({part.together for part in passes}) > 1

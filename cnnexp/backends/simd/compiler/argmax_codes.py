@@ -60,13 +60,8 @@ def shifts(k: Emitter, vector: ir.Value) -> ir.Value:
     return k.builder.add(first, k.spread(k.builder.mul(odd, INT(8))))
 
 
-def load_codes(k: Emitter, word: Pointer, by: ir.Value) -> ir.Value:
-    """Return integers whose two lowest bits are the codes of a vector, whose `shifts` are `by`."""
-    return k.builder.lshr(k.spread(k.load_int(word)), by)
-
-
 def pick(k: Emitter, pixels: Pointer, codes: ir.Value) -> ir.Value:
-    """Return, lane by lane, the pixel out of four in memory that the code says."""
+    """Return, lane by lane, the pixel out of four in memory that the code, an integer's two lowest bits, says."""
     four = k.load(pixels, PIXELS)
     both = k.shuffle(four, four, [lane % PIXELS for lane in range(LANES)])
     return k.intrinsic(intrinsics.PICK_8, k.vector, both, codes)

@@ -359,14 +359,6 @@ class Emitter:
         """Have floats brought near meanwhile, (first, how many), a line each at every so many multiply-adds."""
         self._ahead = [(Variable(self, first.value(FLOAT)), (first + floats).value(FLOAT)) for first, floats in ranges]
 
-    def _bring_line(self) -> None:
-        """Have the next line of a range brought near; each has its turn."""
-        at, end = self._ahead[0]
-        self._ahead.append(self._ahead.pop(0))
-        self.prefetch(Pointer(self, line := at.get()), near=2)
-        more = self.builder.gep(line, [INDEX(LINE_FLOATS)])
-        at.set(self.select(self.builder.icmp_unsigned("<", line, end), more, line))
-
     def prefetch(self, pointer: Pointer, written: bool = False, near: int = 3) -> None:
         """Have a cache line brought to L1 (`near` 3) or L2 (2) that is soon read, or written, and not foreseen."""
         kind = ir.FunctionType(ir.VoidType(), [BYTE.as_pointer(), INT, INT, INT])
@@ -436,7 +428,12 @@ class Emitter:
         """Return a * b + c, in one instruction where the CPU has it."""
         self._multiplied += 1
         if self._ahead and self._multiplied % AHEAD_EVERY == 0:
-            self._bring_line()
+            # the next line of a range; each has its turn
+            at, end = self._ahead[0]
+            self._ahead.append(self._ahead.pop(0))
+            self.prefetch(Pointer(self, line := at.get()), near=2)
+            more = self.builder.gep(line, [INDEX(LINE_FLOATS)])
+            at.set(self.select(self.builder.icmp_unsigned("<", line, end), more, line))
         return self.intrinsic(f"llvm.fmuladd.v{a.type.count}f32", a.type, a, b, c)
 
     def accumulate(self, total: Variable, a: ir.Value, b: ir.Value) -> None:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from llvmlite import ir
@@ -35,6 +35,8 @@ CACHED_PART = (3, 4)
 LEAST_TERMS = 48
 """Terms that a tile adds to its sums before they go back to memory, at least."""
 
+Turn = Callable[[Panel, Pointer], None]
+"""Fills a panel of turned weights at an address."""
 
 Cells = dict[tuple[int, int], list[list[ir.Value]]]
 """The sums of each cell, pixel by pixel and vector by vector, by how many rows and columns from a first one it is."""
@@ -83,17 +85,16 @@ class Channels(ConvolutionNode[NHWC]):
         d, dx, target, positive = self.d, self.dx, plan.target, self.x if self.input_rectified else None
         if not dx:
             return
-        # the phases of dx: rows, columns, the sum, and where in the room for all weights its own lie
-        size, channels, filters, self.phases = 0, dx.shape[2], d.shape[2], list[tuple[Phase, Phase, Sum, int]]()
+        # the phases of dx: rows, columns and the sum
+        channels, filters, self.phases = dx.shape[2], d.shape[2], list[tuple[Phase, Phase, Sum]]()
         for rows, columns in itertools.product(seen_by(self.stage, 0), seen_by(self.stage, 1)):
             taps, counts = (len(rows.taps), len(columns.taps)), (rows.count, columns.count)
             width = panel_width(counts, 1, channels, target)
             panels = Panels(taps[0] * taps[1] * filters, channels, width, target.lanes)
             origin, first = (d.halo.top + rows.start, d.halo.left + columns.start), (rows.first, columns.first)
             conv = Sum(taps, counts, panels, first, rows.step, x=d, origin=origin, y=dx, positive=positive)
-            self.phases.append((rows, columns, conv, size))
-            size += panels.size
-        plan.arena.share(size)
+            self.phases.append((rows, columns, conv))
+            plan.arena.share(panels.rows * width * target.lanes if leave_l2(panels, target) else panels.size)
 
     def prepare_forward(self, plan: Layout) -> None:
         stage, layer, channels, target = self.stage, self.stage.layer, self.stage.input_shape[2], plan.target
@@ -114,15 +115,15 @@ class Channels(ConvolutionNode[NHWC]):
     def emit_forward(self, k: Emitter, plan: Layout) -> None:
         self.conv2d(k, self.sum, *plan.parameters.of(self.stage, k.parameters))
 
-    def conv2d(self, k: Emitter, conv: Sum, weights: Pointer, bias: Pointer | None) -> None:
-        """Fill conv.y (and the argmax)."""
+    def conv2d(self, k: Emitter, conv: Sum, weights: Pointer, bias: Pointer | None, turn: Turn | None = None) -> None:
+        """Fill conv.y (and the argmax). `turn`: fills weights that are not there yet."""
         x, panels = conv.x, conv.panels
         size, cell = (conv.windows.size, conv.windows.stride) if conv.windows else (1, 1)
         rows, columns, _ = choose_tile(conv.counts, size * size, -(-panels.outputs // k.lanes), k.target.registers)
         taps, run = conv.kernel[0], conv.kernel[1] * x.shape[2]
         parts = 1 if leave_l2(panels, k.target) else conv.parts
         # an image and a panel of filters, a tile of cells
-        for n, panel in _by_images(k, panels, conv.parts):
+        for n, panel, here in _by_images(k, panels, conv.parts, weights, turn):
             source = conv.corner(k, n)
             for u, height, v, width in k.tiles((conv.counts[0], rows), (conv.counts[1], columns), parts):
                 # the rows of the kernel that some window of the tile has in the image
@@ -138,7 +139,7 @@ class Channels(ConvolutionNode[NHWC]):
                 # the sums
                 totals = [k.variables(panel.width) for _ in places]
                 at = source.at(u, cell * conv.stride * x.row).at(v, cell * conv.stride * x.column).at(low, x.row)
-                add_products(k, totals, at, places, panel.at(weights).at(low, run * panel.unit), steps)
+                add_products(k, totals, at, places, here.at(low, run * panel.unit), steps)
                 # each cell: its maximum, bias and ReLU
                 values = [[total.get() for total in row] for row in totals]
                 windows = [values[first : first + size * size] for first in range(0, len(values), size * size)]
@@ -190,38 +191,35 @@ class Channels(ConvolutionNode[NHWC]):
 
     def backward_input(self, k: Emitter, plan: Layout) -> None:
         weights, _ = plan.parameters.of(self.stage, k.parameters)
-        for rows, columns, conv, offset in self.phases:
-            packed = k.arena + plan.arena.shared + offset
+        for rows, columns, conv in self.phases:
             if rows.taps and columns.taps:
-                self._transpose_weights(k, (rows, columns), weights, conv.panels, packed)
-                self.conv2d(k, conv, packed, None)
+                turn = functools.partial(self._turn_panel, k, (rows, columns), weights)
+                self.conv2d(k, conv, k.arena + plan.arena.shared, None, turn)
             else:
                 conv.clear(k)
 
-    def _transpose_weights(
-        self, k: Emitter, phases: tuple[Phase, Phase], weights: Pointer, target: Panels, packed: Pointer
+    def _turn_panel(
+        self, k: Emitter, phases: tuple[Phase, Phase], weights: Pointer, target: Panel, packed: Pointer
     ) -> None:
-        """packed[(a, b, f), c] = weights[(rows[a], columns[b], c), f], from panels to panels; the last tap is first."""
+        """packed[(a, b, f), c] = weights[(rows[a], columns[b], c), f], panels to a panel; the last tap is first."""
         source, kernel, stride = self.sum.panels, self.stage.layer.kernel, self.stage.layer.stride
-        filters, channels = source.outputs, target.outputs
+        filters, channels, other_unit = source.outputs, target.panels.outputs, target.unit
         rows, columns = phases[0].taps, phases[1].taps
         for panel in source.each(k):
             unit = panel.unit
-            for other in target.each(k):
-                other_unit = other.unit
-                with k.loop(len(rows)) as a, k.loop(len(columns)) as b:
-                    # a tap, and blocks of lanes x lanes of it
-                    corner = panel.at(weights) + (rows[-1][0] * kernel + columns[-1][0]) * channels * unit
-                    corner = corner.at(a, -stride * kernel * channels * unit).at(b, -stride * channels * unit)
-                    corner = corner.at(k.builder.mul(other.vector, INDEX(k.lanes)), unit)
-                    place = other.at(packed).at(a, len(columns) * filters * other_unit).at(b, filters * other_unit)
-                    place = place.at(k.builder.mul(panel.vector, INDEX(k.lanes)), other_unit)
-                    blocks = itertools.product(enumerate(panel.valid), enumerate(other.valid))
-                    for (vector, valid), (part, inside) in blocks:
-                        block = corner + (part * k.lanes * unit + vector * k.lanes)
-                        turned = place + (vector * k.lanes * other_unit + part * k.lanes)
-                        turn = functools.partial(_turn, rows=(inside, unit), turned=(valid, other_unit))
-                        k.call("turn", turn, k.count, (block, turned))
+            with k.loop(len(rows)) as a, k.loop(len(columns)) as b:
+                # a tap, and blocks of lanes x lanes of it
+                corner = panel.at(weights) + (rows[-1][0] * kernel + columns[-1][0]) * channels * unit
+                corner = corner.at(a, -stride * kernel * channels * unit).at(b, -stride * channels * unit)
+                corner = corner.at(k.builder.mul(target.vector, INDEX(k.lanes)), unit)
+                place = packed.at(a, len(columns) * filters * other_unit).at(b, filters * other_unit)
+                place = place.at(k.builder.mul(panel.vector, INDEX(k.lanes)), other_unit)
+                blocks = itertools.product(enumerate(panel.valid), enumerate(target.valid))
+                for (vector, valid), (part, inside) in blocks:
+                    block = corner + (part * k.lanes * unit + vector * k.lanes)
+                    turned = place + (vector * k.lanes * other_unit + part * k.lanes)
+                    turn = functools.partial(_turn, rows=(inside, unit), turned=(valid, other_unit))
+                    k.call("turn", turn, k.count, (block, turned))
 
 
 def _turn(k: Emitter, _: ir.Value, rows: tuple[int, int], turned: tuple[int, int]) -> None:
@@ -285,16 +283,26 @@ def leave_l2(panels: Panels, target: Target) -> bool:
     return 4 * panels.size > target.l2_bytes
 
 
-def _by_images(k: Emitter, panels: Panels, parts: int) -> Iterator[tuple[ir.Value, Panel]]:
-    """Run what follows for every image and panel; weights that leave L2 by panels, which parts share, of all images."""
+def _by_images(
+    k: Emitter, panels: Panels, parts: int, weights: Pointer, turn: Turn | None
+) -> Iterator[tuple[ir.Value, Panel, Pointer]]:
+    """Run what follows for every image and panel: which, and where its weights lie, which may be to turn before.
+
+    Weights that leave L2 go by panels, which parts share, of all images; turned panels all lie in one place.
+    """
     if leave_l2(panels, k.target):
         for panel in panels.each(k, parts):
+            if turn:
+                turn(panel, weights)
             with k.loop(k.count) as n:
-                yield n, panel
+                yield n, panel, weights if turn else panel.at(weights)
         return
+    if turn:
+        for panel in panels.each(k):
+            turn(panel, panel.at(weights))
     with k.loop(k.count) as n:
         for panel in panels.each(k):
-            yield n, panel
+            yield n, panel, panel.at(weights)
 
 
 def panel_width(counts: tuple[int, int], pixels: int, filters: int, target: Target) -> int:

@@ -295,7 +295,7 @@ class Filters(Node[NHWC, NC]):
             taps = list(zip(range(first, end), totals, strict=False))
             # the pixel that each lane's maximum saw through a tap, by the gather method
             if shifts is not None:
-                codes = argmax_codes.load_codes(k, found.at(k.builder.udiv(f, INDEX(2))), shifts)
+                codes = k.builder.lshr(k.spread(k.load_int(found.at(k.builder.udiv(f, INDEX(2))))), shifts)
                 for t, total in taps:
                     k.accumulate(total, argmax_codes.pick(k, patch + t * argmax_codes.PIXELS, codes), value)
             else:

@@ -31,7 +31,7 @@ import numpy as np
 from llvmlite import ir
 
 from cnnexp.backends.parts import BACKWARD, FORWARD, TRANSFORMED
-from cnnexp.backends.simd.algorithms.convolution.channels import Channels, Sum, panel_width
+from cnnexp.backends.simd.algorithms.convolution.channels import Channels, Sum, Turn, panel_width
 from cnnexp.backends.simd.algorithms.cost import L3_BYTES, Work, bring, passes, product_gradient, product_sums
 from cnnexp.backends.simd.algorithms.linear.product import Panel, Steps, add_products, most_height
 from cnnexp.backends.simd.compiler.emit import INDEX, LINE_FLOATS, Emitter, Kernels, Pointer, Target, chunks
@@ -116,15 +116,15 @@ class Winograd(Channels):
         super().prepare(plan)
         self.transformed = WinogradPass(plan, self.sum)
         if self.dx and not self.follows:
-            _, _, conv, _ = self.phases[0]
-            self.back = WinogradPass(plan, conv, after=conv.panels.size)
+            _, _, conv = self.phases[0]
+            self.back = WinogradPass(plan, conv, after=conv.panels.rows * conv.panels.width * plan.target.lanes)
 
     def setup(self, plan: Layout) -> Kernels:
         at = plan.parameters.offset(self.stage.weight)
         return [("weights", lambda k: self.transformed.transform_weights(k, k.parameters + at))]
 
-    def conv2d(self, k: Emitter, conv: Sum, weights: Pointer, bias: Pointer | None) -> None:
-        (self.transformed if conv is self.sum else self.back).conv2d(k, weights, bias)
+    def conv2d(self, k: Emitter, conv: Sum, weights: Pointer, bias: Pointer | None, turn: Turn | None = None) -> None:
+        (self.transformed if conv is self.sum else self.back).conv2d(k, weights, bias, turn)
 
     def conv2d_backward_weights(self, k: Emitter, dw: Pointer) -> None:
         self.transformed.conv2d_backward_weights(k, self.d, dw)
@@ -248,7 +248,7 @@ class WinogradPass:
         conv: as without Winograd, stride 1, and windows of 2 x 2 if any.
         plan: whose arena's room for a kernel holds the transformed weights, or their gradient, [place][panels].
             In `predict` all threads share the weights. By panels: a piece of them, all inputs, a panel's outputs.
-        after: floats of that room that hold the weights themselves, turned.
+        after: floats of that room that hold a panel of the weights themselves, turned.
 
     Attributes:
         kernel: its side. tiling, by_panel: see `Tiling`. cell: pixels from window to window. sides: (U, V) in pixels.
@@ -294,11 +294,12 @@ class WinogradPass:
         bases = bases or (self.weights(k), room + self.inputs, room + self.outputs)
         return [base.at(place, stride) for base, stride in zip(bases, self.strides, strict=True)]
 
-    def conv2d(self, k: Emitter, weights: Pointer, bias: Pointer | None) -> None:
+    def conv2d(self, k: Emitter, weights: Pointer, bias: Pointer | None, turn: Turn | None = None) -> None:
         """Fill conv.y (and the argmax)."""
         if not (self.kept or self.by_panel):
-            self.transform_weights(k, weights)
+            self.transform_weights(k, weights, turn)
         (rows, _), parts = self.tiling.counts, self.conv.parts
+        add = partial(self._multiply_tiles, most=self.together * self.tiling.block, new=False)
         # some images, of them some rows of tiles
         for images in k.blocks(self.together):
             for start, block in k.chunks(rows, self.tiling.rows, 1 if self.by_panel else parts):
@@ -311,17 +312,18 @@ class WinogradPass:
                     continue
                 # a panel of filters: sums of products by pieces of its weights, each transformed before; its outputs
                 for panel in self.panels.each(k, parts):
+                    source = None if self.kept else self._source(panel, weights, turn)
                     k.clear(self.room(k) + self.outputs, PLACES * self.strides[2] // k.lanes)
                     for channel, size in k.chunks(self.panels.rows, self.tiling.piece):
-                        if not self.kept:
-                            self._transform_piece(k, panel, weights, self.room(k), channel, size)
-                        self._call_for_piece(k, self._add_products, tiles, panel, channel, size)
+                        if source:
+                            self._transform_piece(k, panel, source, self.room(k), channel, size)
+                        self._call_for_piece(k, add, tiles, panel, channel, size)
                     self._transform_back(k, images, start, block, bias, panel)
 
     def _call_for_piece(
         self, k: Emitter, do: Callable[..., None], tiles: ir.Value, panel: Panel, channel: ir.Value, size: int
     ) -> None:
-        """Call do(k, width, size, tiles, where weights, inputs and outputs lie) for a piece of a panel, apart."""
+        """Call do(k, (width, size), tiles, where weights, inputs and outputs lie) for each place of a piece, apart."""
         vectors, channels, (width, unit) = self.panels.vectors, self.panels.rows, (panel.width, panel.unit)
 
         def run(k: Emitter, number: ir.Value) -> None:
@@ -330,7 +332,9 @@ class WinogradPass:
             weights, room = self.weights(k), self.room(k)
             if self.kept:
                 weights = weights.at(vector, channels * k.lanes).at(channel, unit)
-            do(k, width, size, tiles, [weights, (room + self.inputs).at(channel), room + self.outputs])
+            bases = weights, (room + self.inputs).at(channel), room + self.outputs
+            with k.loop(PLACES) as place:
+                do(k, (width, size), tiles, self.at(k, place, bases))
 
         # a function takes one number: three in one
         number = k.builder.add(k.builder.mul(tiles, INDEX(vectors)), panel.vector)
@@ -341,17 +345,24 @@ class WinogradPass:
         """Return the number of the image's first tile, where a block of so many rows has some images."""
         return k.builder.mul(k.builder.sub(n, images[0]), INDEX(rows * self.tiling.counts[1]))
 
-    def transform_weights(self, k: Emitter, weights: Pointer) -> None:
+    def transform_weights(self, k: Emitter, weights: Pointer, turn: Turn | None = None) -> None:
         """Fill the transformed weights."""
         for panel in self.panels.each(k):
-            self._transform_piece(k, panel, weights, panel.at(self.weights(k)), INDEX(0), self.panels.rows)
+            source, target = self._source(panel, weights, turn), panel.at(self.weights(k))
+            self._transform_piece(k, panel, source, target, INDEX(0), self.panels.rows)
+
+    def _source(self, panel: Panel, weights: Pointer, turn: Turn | None) -> Pointer:
+        """Return where a panel's weights lie, once they are turned, if they are to be."""
+        if turn:
+            turn(panel, weights)
+        return weights if turn else replace(panel, panels=self.conv.panels).at(weights)
 
     def _transform_piece(
-        self, k: Emitter, panel: Panel, weights: Pointer, target: Pointer, first: ir.Value, size: int
+        self, k: Emitter, panel: Panel, source: Pointer, target: Pointer, first: ir.Value, size: int
     ) -> None:
         """Transform a panel's weights, `size` channels from `first` on, to `target`."""
         channels, unit = self.panels.rows, panel.unit
-        source = replace(panel, panels=self.conv.panels).at(weights).at(first, unit)
+        source = source.at(first, unit)
         # a channel, a vector of filters: the taps to 6 x 6 places
         with k.loop(size) as c, k.loop(panel.width) as v:
             taps, place = (pointer.at(c, unit).at(v, k.lanes) for pointer in (source, target))
@@ -393,19 +404,13 @@ class WinogradPass:
             weights, inputs, products = self.at(k, place)
             for panel in self.panels.each(k):
                 bases = panel.at(weights), inputs, panel.outputs(products)
-                self._multiply_tiles(k, (panel.width, self.panels.rows, most), tiles, bases, new=True)
-
-    def _add_products(self, k: Emitter, width: int, size: int, tiles: ir.Value, bases: Sequence[Pointer]) -> None:
-        """Add the products of a piece of the weights with all tiles to the sums."""
-        with k.loop(PLACES) as place:
-            most = self.together * self.tiling.block
-            self._multiply_tiles(k, (width, size, most), tiles, self.at(k, place, bases), new=False)
+                self._multiply_tiles(k, (panel.width, self.panels.rows), tiles, bases, most, new=True)
 
     def _multiply_tiles(
-        self, k: Emitter, sizes: tuple[int, int, int], tiles: ir.Value, bases: Sequence[Pointer], new: bool
+        self, k: Emitter, sizes: tuple[int, int], tiles: ir.Value, bases: Sequence[Pointer], most: int, new: bool
     ) -> None:
-        """Fill one place's sums, or add to them; `sizes`: vectors of weights, channels, tiles at most."""
-        (width, size, most), (weights, inputs, sums) = sizes, bases
+        """Fill one place's sums, or add to them; `sizes`: vectors of weights, channels. most: tiles."""
+        (width, size), (weights, inputs, sums) = sizes, bases
         row, output_row, steps = self.input_row, self.output_row, Steps(1, size, (0, 1), (0, width * k.lanes))
         height = chunks(most, most_height(width, k.target.registers))[0][1]
         with k.loop(k.builder.udiv(k.builder.add(tiles, INDEX(height - 1)), INDEX(height))) as i:
@@ -448,6 +453,7 @@ class WinogradPass:
 
     def conv2d_backward_weights(self, k: Emitter, d: NHWC, dw: Pointer) -> None:
         """dw += sum over pixels of x * d, packed as the weights."""
+        fill = partial(self._multiply_channels, new=True)
         # no sum yet
         if not self.by_panel:
             k.clear(self.room(k), PLACES * self.strides[0] // k.lanes)
@@ -465,7 +471,7 @@ class WinogradPass:
                 for panel in self.panels.each(k):
                     self._transform_gradient(k, d, images, start, block, panel)
                     for channel, size in k.chunks(self.panels.rows, self.tiling.piece):
-                        self._call_for_piece(k, self._fill_outer_products, tiles, panel, channel, size)
+                        self._call_for_piece(k, fill, tiles, panel, channel, size)
                         self._add_piece(k, dw, panel, self.room(k), channel, size)
         # the sums transformed back, once
         for panel in () if self.by_panel else self.panels.each(k):
@@ -500,13 +506,6 @@ class WinogradPass:
             for panel in self.panels.each(k):
                 bases = panel.at(sums), inputs, panel.outputs(outputs)
                 self._multiply_channels(k, (panel.width, self.panels.rows), tiles, bases, new=False)
-
-    def _fill_outer_products(
-        self, k: Emitter, width: int, size: int, tiles: ir.Value, bases: Sequence[Pointer]
-    ) -> None:
-        """Fill the sums of a piece of the weights."""
-        with k.loop(PLACES) as place:
-            self._multiply_channels(k, (width, size), tiles, self.at(k, place, bases), new=True)
 
     def _multiply_channels(
         self, k: Emitter, sizes: tuple[int, int], tiles: ir.Value, bases: Sequence[Pointer], new: bool
