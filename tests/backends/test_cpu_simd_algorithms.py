@@ -116,7 +116,7 @@ def test_weights_that_leave_l2_go_by_pieces(algorithm, threads, monkeypatch):
     monkeypatch.setattr(program.compilation, "compile_in_subprocess", lambda *_: None)
     plan = make_plan(network, target, 2 * lanes)
     nodes, turned = plan.nodes, [conv.panels for node in plan.nodes[1:3] for *_, conv in node.phases]
-    assert algorithm == "winograd" or plan.arena._needed == max(p.rows * p.width * lanes for p in turned)
+    assert algorithm == "winograd" or plan.arena.needed == max(p.rows * p.width * lanes for p in turned)
     if algorithm == "winograd":
         passes = [part for node in nodes for part in (vars(node).get("transformed"), vars(node).get("back")) if part]
         assert [part.by_panel for part in passes] == [True] * 5

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 from backends.on_target import HOST, OnTarget
-from conformance import assert_same_state, make_case, started
+from conformance import assert_same_state, check_case, make_case, started
 
 from cnnexp import SGD, Adam, BatchNorm2d, Conv2d, Flatten, Linear, MaxPool2d, Network, ReLU, Residual
 from cnnexp.backends.simd.runtime.adaptive_threads import TRIAL_S, AdaptiveThreads
@@ -99,6 +99,19 @@ def test_one_thread_that_does_all_shares_computes_the_same_bits(network):
         arrays = {"gradient": gradient, "scores": program.predict(handle), **program.state()}
         found.append({"totals": totals, "total": total, **arrays})
     assert_same_state(*found)
+
+
+@pytest.mark.parametrize("normed", [True, False])
+@pytest.mark.parametrize(("threads", "optimizer"), [(2, Adam(weight_decay=0.1)), (3, SGD(momentum=0.9))])
+def test_threads_own_convolutions_whose_weights_outweigh_their_images(normed, threads, optimizer):
+    """One in a Residual, one with a bias and without padding, with seams and without, and a batch that is not full."""
+    body = Conv2d(80, 3, padding="same"), *((BatchNorm2d(),) if normed else ()), ReLU()
+    layers = Conv2d(80, 3, padding="same"), ReLU(), MaxPool2d(2), Residual(body), Conv2d(48, 2), Flatten(), Linear(4)
+    network, forced = Network((4, 4, 8), layers), (("residual1.conv1", "channels"), ("conv2", "channels"))
+    target = replace(HOST, l2_bytes=2**13, forced=forced)
+    plan = make_plan(network, target, -(-9 // threads))
+    assert {"residual1.conv1", "conv2"} <= {node.name for node in plan.nodes if node.owns(plan)}
+    check_case(OnTarget(target, threads), make_case(network, images=10), optimizer)
 
 
 @pytest.mark.parametrize("network", [CONVOLUTION, OWNED, NORMED], ids=["convolution", "owned", "normed"])

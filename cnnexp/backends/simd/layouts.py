@@ -187,6 +187,7 @@ class Arena:
 
     Attributes:
         size: floats. shared: where the room lies that each kernel has for itself while it runs, once all is allocated.
+            needed: floats of that.
         scratch: floats of a scratch buffer that the tiles of a share use one after the other, for what none needs once
             the next one comes. Its offsets are negative: they count back from its end.
     """
@@ -195,7 +196,7 @@ class Arena:
         self.lanes, self.groups, self.images = lanes, groups, images
         # loads may reach one vector past the last value
         self.size = self.scratch = 16 * lanes
-        self.shared, self._needed = Offset(0), 0
+        self.shared, self.needed = Offset(0), 0
         self._fills: list[tuple[int, np.ndarray]] = []
         self._taken: list[tuple[int, int, int, int]] = []
 
@@ -220,11 +221,7 @@ class Arena:
 
     def share(self, floats: int) -> None:
         """Have the room that kernels take turns in hold as much."""
-        self._needed = max(self._needed, floats)
-
-    def place_shared(self, scratch: bool) -> None:
-        """Allocate it, when all who need it have said so."""
-        self.shared = self.allocate(self._needed, scratch)
+        self.needed = max(self.needed, floats)
 
     def blocked(self, shape: Shape, halo: Halo = Halo(), scratch: bool = False, at: Offset | None = None) -> Blocked:
         stride = math.prod(halo.around(shape)) * shape[2] * self.lanes

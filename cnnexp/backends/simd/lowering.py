@@ -94,7 +94,7 @@ class Plan:
         self._allocate(network, nodes)
         for node in nodes:
             node.prepare(self)
-        self.arena.place_shared(scratch=bool(self._cuts))
+        self.arena.shared = self.arena.allocate(self.arena.needed, scratch=bool(self._cuts))
         self.brought = self._bring() if self._cuts and not self.owns else {}
         gather = partial(gather_lanes if isinstance(nodes[0].x, Blocked) else gather_rows, y=nodes[0].x)
         self.gather: dict[str, Kernels] = {
@@ -113,8 +113,9 @@ class Plan:
         for node in reversed(trained):
             self.backward += self._made_before(BACKWARD, self._backward(nodes.index(node)))
             self.backward += self._named(BACKWARD, [node], lambda node: node.backward(self))
-        self.gradients = self._named(BACKWARD, trained, lambda node: node.owned_gradients(self))
-        self._updates = self._named(BACKWARD, trained, lambda node: node.owned_updates(self))
+        owned, weights = [node for node in trained if node.owns(self)], "backward_weights"
+        self.gradients = self._named(BACKWARD, owned, lambda n: [(weights, partial(n.backward_weights, plan=self))])
+        self._updates = self._named(BACKWARD, owned, lambda n: [("update", partial(n.update, plan=self))])
         self.seams = [seam for node in nodes for seam in node.seams(self)[:1]]
         self.seams += [seam for node in reversed(trained) for seam in node.seams(self)[1:]]
         self.step_parts = {name: self.clocks.part(part) for name, part in STEP.items()}
@@ -256,7 +257,7 @@ class Plan:
                 if self._hands_on(nodes, i):
                     continue
                 used = None  # the loss writes the last one: in the arena, like the scores
-                if i + 1 < len(nodes):
+                if i + 1 < len(nodes) and not node.owns(self):
                     used = [(self._backward(nodes.index(_reader(nodes, i))), self._backward(_start(nodes, i)))]
                 dx = node.dy = self._room(rooms, kind, shape, halo, used)
                 if i and self._hands_on(nodes, i - 1):
@@ -283,6 +284,8 @@ class Plan:
         """
         if i + 1 == len(nodes) or ((self._cuts or self.target.forward_only) and _reader(nodes, i).input_layout is NC):
             return None  # what rounds up a row must stay 0
+        if _reader(nodes, i).owns(self):
+            return None  # all threads read it, once all are through the backward pass
         node, last, trained = nodes[i], i + 1, nodes.index(_reader(nodes, i)) >= self._first_trained
         if isinstance(split := nodes[last], Split):  # the sum where it ends reads this, too
             last = nodes.index(split.sum)

@@ -20,18 +20,7 @@ from typing import Any
 
 from numba import cuda
 
-from cnnexp.backends.gpu.kernels.index import (
-    ONE,
-    ZERO,
-    ConvSizes,
-    f32,
-    four,
-    offset,
-    put_four,
-    split,
-    u32,
-    unsigned,
-)
+from cnnexp.backends.gpu.kernels.index import ONE, ZERO, ConvSizes, f32, four, offset, put_four, split, u32, unsigned
 from cnnexp.backends.gpu.kernels.layers import device_function
 from cnnexp.backends.gpu.launch import Kernel
 

@@ -37,11 +37,8 @@ TOGETHER = 4
 """Vectors that are taken at once: two cache lines of 8 lanes, and sums and constants that the registers hold."""
 
 SHARE, SHARES, TILES, AHEAD, FIRST = range(5)
-"""Where the table of a step with seams says what is meant.
-
-A meeting's share, how many there are, how many tiles, the floats from a tile's arena to that of the share's next one,
-and the images of each.
-"""
+"""Where the table of a step with seams says what is meant. A meeting's share, how many there are, how many tiles, the
+floats from a tile's arena to that of the share's next one, and the images of each."""
 
 
 class BatchNormNode(Node[Tensor, Tensor]):

@@ -23,6 +23,9 @@ L2_BYTES_PER_CYCLE, L3_BYTES_PER_CYCLE, MEMORY_BYTES_PER_CYCLE = 32, 16, 4
 L3_BYTES = 8 << 20
 """What L3 holds of a core's: past it two cores of a Zen 3 that has 32 MB for eight read at memory's speed."""
 
+HEAVY = 8
+"""How much larger than its activations parameters must be for threads to share a tile of a batch, or their update."""
+
 STALL_FRACTION = 0.35
 """Part of the time to bring something that a kernel waits for, where it computes meanwhile."""
 

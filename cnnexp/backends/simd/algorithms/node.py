@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import ClassVar, Generic, TypeVar
@@ -181,13 +181,16 @@ class Node(Generic[X, Y]):
     def emit_backward(self, k: Emitter, plan: Layout) -> None:
         raise NotImplementedError
 
-    def owned_gradients(self, plan: Layout) -> Kernels:
-        """Return what adds to the gradients of weights that threads own; `Plan` says when."""
-        return []
+    def owns(self, plan: Layout) -> bool:
+        """Whether a thread takes the step of a share of its weights, by their gradient over all threads' images."""
+        return False
 
-    def owned_updates(self, plan: Layout) -> list[tuple[str, Callable[[Emitter, Optimizer], None]]]:
-        """Return what takes the step of weights that threads own."""
-        return []
+    def backward_weights(self, k: Emitter, plan: Layout) -> None:
+        raise NotImplementedError
+
+    def update(self, k: Emitter, plan: Layout, optimizer: Optimizer) -> None:
+        """Take the step of this thread's share of weights that threads own."""
+        raise NotImplementedError
 
     def seams(self, plan: Layout) -> Sequence[Seam]:
         """Return where it cuts the forward pass and the backward pass, if it does."""

@@ -14,11 +14,9 @@ from cnnexp.backends.simd.compiler.host import host_target
 from cnnexp.backends.simd.compiler.intrinsics import PAUSE, call
 
 SPINS = 20_000
-"""Turns of the waiting loop, 0.4 to 1 ms on x86, before a thread sleeps between them.
-
-The thread it waits for has lost its core, and gets this one only if it is free: beside a process that spins, steps took
-1.6 times as long where the waiting thread merely offered its core at every turn for some ms.
-"""
+"""Turns of the waiting loop, 0.4 to 1 ms on x86, before a thread sleeps between them. The thread it waits for has lost
+its core, and gets this one only if it is free: beside a process that spins, steps took 1.6 times as long where the
+waiting thread merely offered its core at every turn for some ms."""
 
 SLEEP = 0 if os.name == "nt" else 50
 """Microseconds; on Windows, whose sleep is many ms, the core is offered to others."""

@@ -21,10 +21,8 @@ CHAINS = 12
 """Sums at once: two units of four cycles need 8, and AVX2 has 16 registers."""
 
 TURNS, ROUNDS = 4_000_000, 10
-"""Turns of the loop in a measurement, some 6 ms, and measurements, of which the best counts.
-
-A limit is what the machine can do, and the core of a second thread may take a millisecond to wake.
-"""
+"""Turns of the loop in a measurement, some 6 ms, and measurements, of which the best counts. A limit is what the
+machine can do, and the core of a second thread may take a millisecond to wake."""
 
 
 @functools.cache

@@ -18,6 +18,7 @@ from cnnexp.backends.cache import load_or_make, program_key
 from cnnexp.backends.parts import Part
 from cnnexp.backends.protocol import Program, Rate, State, rate_of_steps
 from cnnexp.backends.simd.algorithms.batch_norm import FIRST
+from cnnexp.backends.simd.algorithms.cost import HEAVY
 from cnnexp.backends.simd.algorithms.dropout import KEYS
 from cnnexp.backends.simd.compiler import entry
 from cnnexp.backends.simd.compiler.emit import Target
@@ -39,11 +40,9 @@ from cnnexp.optimizers import SGD, Optimizer
 from cnnexp.system import child
 
 LARGEST_ARENA = 24 << 20
-"""Bytes of activations per thread, besides as many as of parameters, past which no tile grows.
-
-With 40 MB the largest networks gained 2 % at most. VGG-11, whose 37 MB of parameters are gone over once a tile, takes
-by 16 images 0.88 of the time that it takes by 8.
-"""
+"""Bytes of activations per thread, besides as many as of parameters, past which no tile grows. With 40 MB the largest
+networks gained 2 % at most. VGG-11, whose 37 MB of parameters are gone over once a tile, takes by 16 images 0.88 of the
+time that it takes by 8."""
 
 L3_SHARE_BYTES = 4 << 20
 """Bytes of L3 that are a core's when all cores work, 1.4 to 4 MB on servers; no file says of how many."""
@@ -52,16 +51,11 @@ SMALL_SHARE = 0.15
 """Part of the multiply-adds a CPU can do that the smallest networks reach: 784-30-10 and less, measured."""
 
 THREAD_CYCLES = 100_000
-"""Cycles of a step, some 15 us, that are worth a thread.
-
-64-30-10 at batch 128 takes one thread 25 us, two with a core each 21, and two beside other work 20 times as long.
-"""
+"""Cycles of a step, some 15 us, that are worth a thread. 64-30-10 at batch 128 takes one thread 25 us, two with a core
+each 21, and two beside other work 20 times as long."""
 
 WEIGHT_PASSES = 6
 """How much larger than the parameters activations must be to outweigh them."""
-
-HEAVY = 8
-"""How much larger than a batch's activations parameters must be for threads to share a tile of all of it."""
 
 NEAR = 1.06
 """How much longer than the least an image may take, by the cost model, in a part of a vector that stays near."""

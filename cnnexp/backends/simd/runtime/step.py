@@ -51,10 +51,8 @@ def _emit_flush(builder: ir.IRBuilder) -> None:
 
 
 _flush_denormals = emitted(types.void, _emit_flush)
-"""Have this thread, which does nothing else, take numbers below 1e-38 for 0: they are a hundred times as slow.
-
-Momenta of units that stopped learning halve for thousands of steps and get there.
-"""
+"""Have this thread, which does nothing else, take numbers below 1e-38 for 0: they are a hundred times as slow. Momenta
+of units that stopped learning halve for thousands of steps and get there."""
 
 
 def make_work(plan: Plan, loss: Loss, optimizer: Optimizer, key: str, library: ir.Module) -> Dispatcher:

@@ -199,12 +199,15 @@ class ConvolutionNode(Node[Pixels, Pixels]):
         elif self.rectifies_dy or self.d is not self.dy:
             positive = self.y if self.rectifies_dy else None
             kernels.append(("gradient", lambda k: copy_gradient(k, positive, self.dy, self.d)))
-        kernels.append(("backward_weights", lambda k: self.backward_weights(k, plan)))
+        if not self.owns(plan):
+            kernels.append(("backward_weights", lambda k: self.backward_weights(k, plan)))
+        elif self.stage.bias:
+            kernels.append(("backward_bias", lambda k: self.backward_bias(k, plan)))
         if self.dx:
             kernels.append(("backward_input", lambda k: self.backward_input(k, plan)))
         return kernels
 
-    def backward_weights(self, k: Emitter, plan: Layout) -> None:
+    def backward_bias(self, k: Emitter, plan: Layout) -> None:
         raise NotImplementedError
 
     def backward_input(self, k: Emitter, plan: Layout) -> None:

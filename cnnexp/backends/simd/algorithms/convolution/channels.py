@@ -24,10 +24,12 @@ from dataclasses import dataclass
 from llvmlite import ir
 
 from cnnexp.backends.simd.algorithms.convolution.base import ConvolutionNode, Geometry, Phase, Windows, seen_by
-from cnnexp.backends.simd.algorithms.cost import Work, passes, product_gradient, product_sums
+from cnnexp.backends.simd.algorithms.cost import HEAVY, Work, passes, product_gradient, product_sums
 from cnnexp.backends.simd.algorithms.linear.product import Panel, Panels, Steps, add_products, choose_tile, most_height
-from cnnexp.backends.simd.compiler.emit import INDEX, Emitter, Pointer, Target
+from cnnexp.backends.simd.algorithms.update import Rows, update_owned
+from cnnexp.backends.simd.compiler.emit import INDEX, Emitter, Pointer, Sums, Target
 from cnnexp.backends.simd.layouts import NHWC, Layout
+from cnnexp.optimizers import Optimizer
 
 CACHED_PART = (3, 4)
 """Part of L1 that x and d of a weight gradient's pieces may take."""
@@ -64,6 +66,8 @@ class Channels(ConvolutionNode[NHWC]):
             "unpool": passes(cells * filters, 4 + 3 * window, target, images, window + 1),
             "backward_weights": product_gradient(run, kernel, filters, wide, (rows, columns), read, target),
         }
+        if self.stage.bias and leave_l2(self.stage.weight.size, target):
+            found["backward_bias"] = passes(rows * columns * filters, 1, target, images)
         if needs_dx:
             sums = [
                 product_sums((p.count, q.count), 1, channels, len(p.taps) * len(q.taps) * filters, target)
@@ -94,7 +98,7 @@ class Channels(ConvolutionNode[NHWC]):
             origin, first = (d.halo.top + rows.start, d.halo.left + columns.start), (rows.first, columns.first)
             conv = Sum(taps, counts, panels, first, rows.step, x=d, origin=origin, y=dx, positive=positive)
             self.phases.append((rows, columns, conv))
-            plan.arena.share(panels.rows * width * target.lanes if leave_l2(panels, target) else panels.size)
+            plan.arena.share(panels.rows * width * target.lanes if leave_l2(panels.size, target) else panels.size)
 
     def prepare_forward(self, plan: Layout) -> None:
         stage, layer, channels, target = self.stage, self.stage.layer, self.stage.input_shape[2], plan.target
@@ -104,7 +108,7 @@ class Channels(ConvolutionNode[NHWC]):
             self.windows = Windows(self.pool.window.size, self.pool.window.stride, argmax)
         width = panel_width(counts, self.window, layer.filters, target)
         panels = Panels(layer.kernel**2 * channels, layer.filters, width, target.lanes)
-        plan.parameters.place(stage.weight, panels.size, panels.views)
+        plan.parameters.place(stage.weight, panels.size, panels.views, self.owns(plan))
         plan.parameters.place_plain(stage.bias)
         self.sum = Sum(
             (layer.kernel, layer.kernel), counts, panels,
@@ -121,7 +125,7 @@ class Channels(ConvolutionNode[NHWC]):
         size, cell = (conv.windows.size, conv.windows.stride) if conv.windows else (1, 1)
         rows, columns, _ = choose_tile(conv.counts, size * size, -(-panels.outputs // k.lanes), k.target.registers)
         taps, run = conv.kernel[0], conv.kernel[1] * x.shape[2]
-        parts = 1 if leave_l2(panels, k.target) else conv.parts
+        parts = 1 if leave_l2(panels.size, k.target) else conv.parts
         # an image and a panel of filters, a tile of cells
         for n, panel, here in _by_images(k, panels, conv.parts, weights, turn):
             source = conv.corner(k, n)
@@ -148,8 +152,8 @@ class Channels(ConvolutionNode[NHWC]):
     def backward_weights(self, k: Emitter, plan: Layout) -> None:
         dw, db = plan.parameters.of(self.stage, k.gradients)
         self.conv2d_backward_weights(k, dw)
-        if db is not None:
-            self._backward_bias(k, db)
+        if db is not None and not self.owns(plan):
+            self.backward_bias(k, plan)
 
     def conv2d_backward_weights(self, k: Emitter, dw: Pointer) -> None:
         """dw[r, f] += sum over pixels of x * d, packed as the weights.
@@ -159,14 +163,13 @@ class Channels(ConvolutionNode[NHWC]):
         """
         conv, d, x, panels, run = self.sum, self.d, self.x, self.sum.panels, self.run
         rows, columns, _ = d.shape
-        cache = k.target.l2_bytes if leave_l2(panels, k.target) else k.target.l1_bytes
+        cache = k.target.l2_bytes if leave_l2(panels.size, k.target) else k.target.l1_bytes
         held = cache * CACHED_PART[0] // CACHED_PART[1]
         block, most_rows = 1, max(held // (4 * (conv.stride * x.row + d.row)), -(-LEAST_TERMS // columns))
         if most_rows >= rows:
             block, most_rows = max(1, held // (4 * (x.stride + d.stride))), rows
         for first, last in k.blocks(block):
             for p, piece in k.chunks(rows, most_rows):
-                steps = Steps(piece, columns, (conv.stride * x.row, conv.stride * x.column), (d.row, d.column))
                 # tiles of dw: some rows of a kernel row's run, a panel of filters
                 for panel in panels.each(k):
                     most = most_height(panel.width, k.target.registers)
@@ -174,14 +177,33 @@ class Channels(ConvolutionNode[NHWC]):
                         target = panel.at(dw).at(i, run * panel.unit).at(r, panel.unit)
                         # the piece's part of the sums
                         places = k.grid(target, height, panel.unit, panel.width)
-                        with k.sums(places) as totals, k.loop(last, start=first) as n:
-                            corner = conv.corner(k, n).at(p, conv.stride * x.row).at(i, x.row).at(r)
-                            gradient = panel.outputs(d.pixel(k, n, p, INDEX(0)))
-                            add_products(k, totals, corner, range(height), gradient, steps, panel.valid)
+                        with k.sums(places) as totals:
+                            self._add_products(k, totals, panel, (i, r, height), (first, last, p, piece))
 
-    def _backward_bias(self, k: Emitter, db: Pointer) -> None:
+    def _add_products(self, k: Emitter, totals: Sums, panel: Panel, taps: Rows, piece: Sequence = ()) -> None:
+        """Add the products of a piece, all if none is given, to sums of dw: its images' ends, first row and rows."""
+        conv, x, d, (i, r, height) = self.sum, self.x, self.d, taps
+        first, last, p, count = piece or (INDEX(0), k.count, INDEX(0), d.shape[0])
+        steps = Steps(count, d.shape[1], (conv.stride * x.row, conv.stride * x.column), (d.row, d.column))
+        with k.loop(last, start=first) as n:
+            corner = conv.corner(k, n).at(p, conv.stride * x.row).at(i, x.row).at(r)
+            gradient = panel.outputs(d.pixel(k, n, p, INDEX(0)))
+            add_products(k, totals, corner, range(height), gradient, steps, panel.valid)
+
+    def owns(self, plan: Layout) -> bool:
+        """Whether weights leave L2, and outweigh what a thread's images bring to their gradient."""
+        floats, weights = math.prod(self.stage.input_shape) + math.prod(self.stage.output_shape), self.stage.weight.size
+        large = leave_l2(weights, plan.target) and weights > HEAVY * plan.share * floats
+        return self.algorithm == "channels" and plan.owns and large and not plan.target.forward_only
+
+    def update(self, k: Emitter, plan: Layout, optimizer: Optimizer) -> None:
+        runs = self.sum.panels, self.stage.layer.kernel, self.run
+        update_owned(k, plan, optimizer, self.stage.weight, runs, self._add_products)
+
+    def backward_bias(self, k: Emitter, plan: Layout) -> None:
         """db += the sum of d over pixels."""
-        d, (rows, columns, _) = self.d, self.d.shape
+        (_, db), d, (rows, columns, _) = plan.parameters.of(self.stage, k.gradients), self.d, self.d.shape
+        assert db is not None
         for panel in self.sum.panels.each(k):
             places = k.grid(panel.outputs(db), 1, 0, panel.width)
             with k.sums(places) as [totals], k.loop(k.count) as n, k.loop(rows) as p, k.loop(columns) as q:
@@ -278,9 +300,9 @@ class Sum(Geometry[NHWC]):
         return image.pixel(k, n, row, column)
 
 
-def leave_l2(panels: Panels, target: Target) -> bool:
-    """Whether weights must come from beyond L2 every time that they are gone over."""
-    return 4 * panels.size > target.l2_bytes
+def leave_l2(weights: int, target: Target) -> bool:
+    """Whether so many must come from beyond L2 every time that they are gone over."""
+    return 4 * weights > target.l2_bytes
 
 
 def _by_images(
@@ -290,7 +312,7 @@ def _by_images(
 
     Weights that leave L2 go by panels, which parts share, of all images; turned panels all lie in one place.
     """
-    if leave_l2(panels, k.target):
+    if leave_l2(panels.size, k.target):
         for panel in panels.each(k, parts):
             if turn:
                 turn(panel, weights)

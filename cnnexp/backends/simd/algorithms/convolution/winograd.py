@@ -290,9 +290,8 @@ class WinogradPass:
 
     def at(self, k: Emitter, place: ir.Value, bases: Sequence[Pointer] = ()) -> list[Pointer]:
         """Return where weights, inputs and outputs of a place lie: all, or those whose first place is given."""
-        room = self.room(k)
-        bases = bases or (self.weights(k), room + self.inputs, room + self.outputs)
-        return [base.at(place, stride) for base, stride in zip(bases, self.strides, strict=True)]
+        bases = bases or (self.weights(k), self.room(k) + self.inputs, self.room(k) + self.outputs)
+        return [base.at(place, stride) for base, stride in zip(bases, self.strides, strict=False)]
 
     def conv2d(self, k: Emitter, weights: Pointer, bias: Pointer | None, turn: Turn | None = None) -> None:
         """Fill conv.y (and the argmax)."""
@@ -324,22 +323,14 @@ class WinogradPass:
         self, k: Emitter, do: Callable[..., None], tiles: ir.Value, panel: Panel, channel: ir.Value, size: int
     ) -> None:
         """Call do(k, (width, size), tiles, where weights, inputs and outputs lie) for each place of a piece, apart."""
-        vectors, channels, (width, unit) = self.panels.vectors, self.panels.rows, (panel.width, panel.unit)
+        room, width = self.room(k), panel.width
+        weights = panel.at(self.weights(k)).at(channel, panel.unit) if self.kept else room
 
-        def run(k: Emitter, number: ir.Value) -> None:
-            number, channel = k.builder.udiv(number, INDEX(channels)), k.builder.urem(number, INDEX(channels))
-            tiles, vector = k.builder.udiv(number, INDEX(vectors)), k.builder.urem(number, INDEX(vectors))
-            weights, room = self.weights(k), self.room(k)
-            if self.kept:
-                weights = weights.at(vector, channels * k.lanes).at(channel, unit)
-            bases = weights, (room + self.inputs).at(channel), room + self.outputs
+        def run(k: Emitter, tiles: ir.Value) -> None:
             with k.loop(PLACES) as place:
-                do(k, (width, size), tiles, self.at(k, place, bases))
+                do(k, (width, size), tiles, self.at(k, place, k.buffers))
 
-        # a function takes one number: three in one
-        number = k.builder.add(k.builder.mul(tiles, INDEX(vectors)), panel.vector)
-        number = k.builder.add(k.builder.mul(number, INDEX(channels)), channel)
-        k.call(f"piece{width}x{size}", run, number)
+        k.call(f"piece{width}x{size}", run, tiles, (weights, (room + self.inputs).at(channel), room + self.outputs))
 
     def _tiles(self, k: Emitter, images: Images, n: ir.Value, rows: int) -> ir.Value:
         """Return the number of the image's first tile, where a block of so many rows has some images."""

@@ -9,25 +9,18 @@ nothing but rows after it, is such a layer, too: LeNet-5 as published has one, a
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Callable
 
 from llvmlite import ir
 
-from cnnexp.backends.simd.algorithms import cost, update
+from cnnexp.backends.simd.algorithms import cost
 from cnnexp.backends.simd.algorithms.cost import Work, product_gradient, product_sums, transposition
+from cnnexp.backends.simd.algorithms.linear import product
 from cnnexp.backends.simd.algorithms.linear.dense import Dense
-from cnnexp.backends.simd.algorithms.linear.product import (
-    Panels,
-    Steps,
-    add_products,
-    choose_tile,
-    most_height,
-    tile_cycles,
-)
+from cnnexp.backends.simd.algorithms.linear.product import Panel, Panels, Steps, add_products, choose_tile, most_height
 from cnnexp.backends.simd.algorithms.reorder import reorder
-from cnnexp.backends.simd.compiler.emit import INDEX, LINE_FLOATS, Emitter, Kernels, Target, chunks
+from cnnexp.backends.simd.algorithms.update import Rows, update_owned
+from cnnexp.backends.simd.compiler.emit import INDEX, LINE_FLOATS, Emitter, Kernels, Sums, Target, chunks
 from cnnexp.backends.simd.layouts import Layout
 from cnnexp.optimizers import Optimizer
 
@@ -35,13 +28,8 @@ FEW_IMAGES = 8, 4
 """Of a tile, where a larger one would take more of them twice: MLP with GELU predicts one image in half the time."""
 
 STEPS_AHEAD = 32
-"""Of a sum, by which weights from beyond L2 are brought near where one tile has all images.
-
-Of several tiles the first would wait for memory. Wide MLP predicts 16 images in 0.77 of the time.
-"""
-
-MANY_IMAGES = 64
-"""Of a share, from which on an update prefetches the slots: wide MLP takes 0.94 of the time at 128, 1.09 at 16."""
+"""Of a sum, by which weights from beyond L2 are brought near where one tile has all images. Of several tiles the first
+would wait for memory. Wide MLP predicts 16 images in 0.77 of the time."""
 
 MEMORY_BOUND = 16
 """Images of a share whose products with a weight take no longer than memory to bring it, at 3 bytes a cycle."""
@@ -65,7 +53,7 @@ class Wide(Dense):
         gradient = product_gradient(features, 1, outputs, width, (1, images), read, target)
         stored = 2 * cost.bring(features * outputs, 8 * features * outputs, target)
         back = [
-            times_w * times_h * (outputs * tile_cycles(high, wide) + high * wide)
+            times_w * times_h * (outputs * product.tile_cycles(high, wide) + high * wide)
             for _, wide, times_w in chunks(-(-images // target.lanes), target.registers // 8)
             for _, high, times_h in chunks(features, most_height(wide, target.registers))
         ]
@@ -136,10 +124,13 @@ class Wide(Dense):
                             added = None if bias is None else k.load(panel.outputs(bias) + v * k.lanes)
                             k.store(k.finish(total.get(), added, self.rectify), target)
 
+    def owns(self, plan: Layout) -> bool:
+        return plan.owns
+
     def backward(self, plan: Layout) -> Kernels:
         kernels, dx = super().backward(plan), self.dx
         if not plan.owns:
-            kernels.append(("backward_weights", lambda k: self._backward_weights(k, plan)))
+            kernels.append(("backward_weights", lambda k: self.backward_weights(k, plan)))
         if dx:
             kernels += [
                 ("dy_to_lanes", lambda k: reorder(k, self.dy, self.dy_lanes)),
@@ -148,55 +139,21 @@ class Wide(Dense):
             ]
         return kernels
 
-    def _backward_weights(self, k: Emitter, plan: Layout) -> None:
-        (dw, _), x, dy = plan.parameters.of(self.stage, k.gradients), self.x, self.dy
+    def backward_weights(self, k: Emitter, plan: Layout) -> None:
+        dw, _ = plan.parameters.of(self.stage, k.gradients)
         for panel in self.panels.each(k):
-            for d, height in panel.chunks(k, x.size):
+            for d, height in panel.chunks(k, self.x.size):
                 with k.sums(k.grid(panel.at(dw).at(d, panel.unit), height, panel.unit, panel.width)) as totals:
-                    steps = Steps(1, k.count, (0, x.stride), (0, dy.stride))
-                    source, gradient = x.stored(k, 0).at(d), panel.outputs(dy.stored(k, 0))
-                    add_products(k, totals, source, range(height), gradient, steps, panel.valid)
+                    self._add_products(k, totals, panel, (INDEX(0), d, height))
 
-    def owned_gradients(self, plan: Layout) -> Kernels:
-        return [("backward_weights", lambda k: self._backward_weights(k, plan))] if plan.owns else []
+    def _add_products(self, k: Emitter, totals: Sums, panel: Panel, rows: Rows) -> None:
+        """Add a tile's products to sums of dw."""
+        (_, first, height), x, dy = rows, self.x, self.dy
+        steps, gradient = Steps(1, k.count, (0, x.stride), (0, dy.stride)), panel.outputs(dy.stored(k, 0))
+        add_products(k, totals, x.stored(k, 0).at(first), range(height), gradient, steps, panel.valid)
 
-    def owned_updates(self, plan: Layout) -> list[tuple[str, Callable[[Emitter, Optimizer], None]]]:
-        return [("update", lambda k, optimizer: self._update(k, plan, optimizer))] if plan.owns else []
-
-    def _update(self, k: Emitter, plan: Layout, optimizer: Optimizer) -> None:
-        """Take the optimizer's step of this thread's share of the weights with x.T @ dy over all threads' images.
-
-        The gradient is never stored. One sum goes over all threads' images: a sum for each would end in the very bits
-        that workers end in, and take a fifth more time at 8 images a thread. Buffers: parameters, two slots,
-        (rate, c0, c1), all threads' arenas, and int64 (2 + threads,): this thread's rank, the number of threads, and
-        the images in each one's arena.
-        """
-        x, dy, offset = self.x, self.dy, plan.parameters.offset(self.stage.weight)
-        *state, numbers, arenas, table = k.buffers
-        rank, threads = (k.builder.load((table + i).value(INDEX)) for i in range(2))
-        step = update.OptimizerStep(k, optimizer, numbers)
-        for panel in self.panels.each(k):
-            unit = panel.unit
-            for first, height, times in chunks(x.size, most_height(panel.width, k.target.registers)):
-                ranks = rank, k.builder.add(rank, INDEX(1))
-                low, high = (k.builder.udiv(k.builder.mul(INDEX(times), r), threads) for r in ranks)
-                with k.loop(high, start=low) as t:
-                    d = k.scaled(t, height, first)
-                    places = [panel.at(buffer + offset).at(d, unit) for buffer in state]
-                    # the other threads' cores have weights, too; the slots' memory answers while products take longer
-                    brought = places[: 1 + len(optimizer.slots)] if plan.share >= MANY_IMAGES else places[:1]
-                    for place, line in itertools.product(brought, range(0, height * unit, LINE_FLOATS)):
-                        k.prefetch(place + line, written=True)
-                    totals = [k.variables(panel.width) for _ in range(height)]
-                    with k.loop(threads) as other:
-                        count = k.builder.load((table + 2).at(other).value(INDEX))
-                        steps = Steps(1, count, (0, x.stride), (0, dy.stride))
-                        source, gradient = ((arenas + a.offset).at(other, plan.arena.stride) for a in (x, dy))
-                        features, outputs = source.at(d), panel.outputs(gradient)
-                        add_products(k, totals, features, range(height), outputs, steps, panel.valid)
-                    for i, row in enumerate(totals):
-                        for v, total in enumerate(row):
-                            step.take([place + (i * unit + v * k.lanes) for place in places], total.get())
+    def update(self, k: Emitter, plan: Layout, optimizer: Optimizer) -> None:
+        update_owned(k, plan, optimizer, self.stage.weight, (self.panels, 1, self.x.size), self._add_products)
 
     def _backward_input(self, k: Emitter, plan: Layout) -> None:
         """dx[d, lane] = sum over o of weights[d, o] * dy[o, lane].
