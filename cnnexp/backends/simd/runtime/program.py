@@ -166,7 +166,7 @@ class SimdProgram(Program[LoadedSplit]):
             threads, steps = self._adaptive.next()
             part, first = order[start : start + steps * self.batch_size], start // self.batch_size
             began = time.perf_counter()
-            totals += self._run(TRAIN, handle, part, self.batch_size, rates[first : first + steps], threads=threads)
+            totals += self._run(TRAIN, handle, part, rates[first : first + steps], threads=threads)
             self._adaptive.took(threads, -(-len(part) // self.batch_size), time.perf_counter() - began)
         return totals
 
@@ -174,11 +174,10 @@ class SimdProgram(Program[LoadedSplit]):
         indices = _indices(indices, handle)
         if self.network.running and len(indices) > self.batch_size:
             raise ValueError(f"{len(indices)} images in a batch of at most {self.batch_size}")
+        gradients = aligned_zeros(self._gradients.shape)  # a step's own have no page for weights that threads own
         with self.pending.hold():
-            totals = self._run(GRADIENTS, handle, indices, len(indices))
-        gradient = self._layout.unpack(functools.reduce(np.add, self._gradients))
-        self._gradients[self._gradients.any(axis=1)] = 0  # no page of a share that has no images is ever touched
-        return totals, gradient
+            totals = self._run(GRADIENTS, handle, indices, into=gradients)
+        return totals, self._layout.unpack(functools.reduce(np.add, gradients))
 
     def warm(self, handle: LoadedSplit, indices: np.ndarray) -> None:
         self.gradients(handle, indices)
@@ -187,7 +186,7 @@ class SimdProgram(Program[LoadedSplit]):
     def apply(self, gradient: np.ndarray, rate: float) -> None:
         self.pending.commit()
         self._layout.pack(gradient, self._gradients[0])
-        self._run(APPLY, _NO_SPLIT, np.empty(0, np.int64), self.batch_size, rate)
+        self._run(APPLY, _NO_SPLIT, np.empty(0, np.int64), rate)
 
     def predict(self, handle: LoadedSplit) -> np.ndarray:
         self._pool.drain()
@@ -230,10 +229,10 @@ class SimdProgram(Program[LoadedSplit]):
         self._forward.close()
 
     def _run(
-        self, mode: int, split: LoadedSplit, order: np.ndarray, batch: int, rate: Rate = 0.0, threads: int | None = None
+        self, mode: int, split: LoadedSplit, order: np.ndarray, rate: Rate = 0.0, threads: int = 0, into: Any = None
     ) -> Totals:
         """Have threads, those that work now unless a number is given, do one call of the compiled function."""
-        working = threads or self._adaptive.size
+        working, batch = threads or self._adaptive.size, len(order) if mode == GRADIENTS else self.batch_size
         steps = max(1, -(-len(order) // batch))
         numbers = np.zeros((steps, KEYS + len(self._drawing)), np.float32)
         which = self._step + np.arange(1, steps + 1)
@@ -247,10 +246,10 @@ class SimdProgram(Program[LoadedSplit]):
         clocks = self._clocks.readings(self._arenas) if self._clocks.on else None
         if clocks is not None:
             clocks[:, 1:] = 0
-        began = time.perf_counter()
+        began, into = time.perf_counter(), self._gradients if into is None else into
         call = Call(
             0, working, mode, split.bytes_, split.floats, split.nan_mask, split.labels, order, batch,
-            self._parameters, self._running, self._slots, self._gradients, self._arenas, self._totals,
+            self._parameters, self._running, self._slots, into, self._arenas, self._totals,
             self._flags, self._counts, numbers,
         )  # fmt: skip
         self._pool.run(lambda rank: self._work(*call._replace(rank=rank)), working)
