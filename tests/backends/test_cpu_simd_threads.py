@@ -111,7 +111,15 @@ def test_threads_own_convolutions_whose_weights_outweigh_their_images(normed, th
     target = replace(HOST, l2_bytes=2**13, forced=forced)
     plan = make_plan(network, target, -(-9 // threads))
     assert {"residual1.conv1", "conv2"} <= {node.name for node in plan.nodes if node.owns(plan)}
-    check_case(OnTarget(target, threads), make_case(network, images=10), optimizer)
+    check_case(OnTarget(target, threads), case := make_case(network, images=10))
+    program, handle = started(OnTarget(target, threads), case, optimizer, 9)
+    program.train(handle, np.arange(10), 0.01)
+    trained = program.state()
+    program.restore(case.state)
+    for batch in (np.arange(9), np.arange(9, 10)):
+        program.apply(program.gradients(handle, batch)[1], 0.01)
+    for name, array in trained.items():  # a sum over all threads' images rounds other than one for each
+        np.testing.assert_allclose(program.state()[name], array, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("network", [CONVOLUTION, OWNED, NORMED], ids=["convolution", "owned", "normed"])
