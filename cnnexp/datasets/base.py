@@ -98,9 +98,14 @@ class Dataset:
         shapes = {key: s.images.shape[1:] for key, s in splits.items()}
         if len(set(shapes.values())) > 1:
             raise DataError(f"{name}: the splits hold images of different shapes: {shapes}")
-        _warn_about_scale(name, splits["train"].images)
-        _warn_about_classes(name, splits["train"].labels, splits["test"].labels, classes)
-        return cls(name, splits["train"], splits["test"], splits.get("validation"), classes, source, _sha256(splits))
+        _warn(name, splits["train"], splits["test"], classes)
+        digest = hashlib.sha256()
+        for key, split in splits.items():
+            for array in (split.images, split.labels):
+                digest.update(f"{key} {array.dtype} {array.shape} ".encode())
+                digest.update(array.data)
+        validation = splits.get("validation")
+        return cls(name, splits["train"], splits["test"], validation, classes, source, digest.hexdigest())
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -215,10 +220,10 @@ def _checked_images(where: str, images: np.ndarray) -> np.ndarray:
     return images
 
 
-def _warn_about_scale(name: str, images: np.ndarray) -> None:
-    """Log a warning where the pixels' range suggests that they were scaled twice, or never."""
+def _warn(name: str, train: Split, test: Split, classes: tuple[str, ...]) -> None:
+    """Warn of pixels that seem scaled twice, or never; of one class alone; of classes tested on, never trained on."""
+    images, advice = train.images, ""
     low, high = images.min(), images.max()
-    advice = ""
     if low == high:
         advice = "all training pixels are equal: nothing can be learned"
     elif images.dtype == np.uint8 and high <= 1:
@@ -228,22 +233,11 @@ def _warn_about_scale(name: str, images: np.ndarray) -> None:
     if advice:
         std = images.std(dtype=np.float64)
         log.warning("%s: pixels from %g to %g, standard deviation %.3g: %s", name, low, high, std, advice)
-
-
-def _warn_about_classes(name: str, train: np.ndarray, test: np.ndarray, classes: tuple[str, ...]) -> None:
-    """Log a warning where there is one class alone, or where classes are tested on that are never trained on."""
-    found, tested = (set(np.flatnonzero(np.bincount(labels))) for labels in (train, test))  # `unique` is slow to start
+    # `unique` is slow to start
+    found, tested = (set(np.flatnonzero(np.bincount(split.labels))) for split in (train, test))
     if len(found) == 1:
-        log.warning("%s: all training images are of one class, %s: nothing can be learned", name, classes[train[0]])
+        one = classes[train.labels[0]]
+        log.warning("%s: all training images are of one class, %s: nothing can be learned", name, one)
     if unknown := sorted(tested - found):
         shown_names = ", ".join(classes[label] for label in unknown[:10])
         log.warning("%s: %d of the classes tested on have no training image: %s", name, len(unknown), shown_names)
-
-
-def _sha256(splits: dict[str, Split]) -> str:
-    digest = hashlib.sha256()
-    for key, split in splits.items():
-        for array in (split.images, split.labels):
-            digest.update(f"{key} {array.dtype} {array.shape} ".encode())
-            digest.update(array.data)
-    return digest.hexdigest()
