@@ -108,7 +108,12 @@ def explain(found: Mapping[str, tuple[str, str]]) -> str | None:
     """
     wrong = {title: text for title, (verdict, text) in found.items() if verdict == "WRONG"}
     right = set().union(*(_parts(title) for title, (verdict, _) in found.items() if verdict == "right"))
-    suspects = [_suspects(title, text) for title, text in wrong.items()]
+    update, suspects = {type(TRAINING).__name__}, list[set[str]]()
+    for title, text in wrong.items():  # once gradients are right, no layer is suspected but one of state
+        if " after " in text:
+            suspects.append({"BatchNorm2d"} if "running" in text else update)
+        else:
+            suspects.append(_parts(title) - update)
     guilty = sorted(set.intersection(*suspects) - right) if suspects else []
     if not 1 <= len(guilty) <= 2:
         return None
@@ -122,14 +127,6 @@ def _parts(title: str) -> set[str]:
     loss = LOSSES.get(title, Loss.SOFTMAX_CROSS_ENTROPY).name
     stages = walk(Network(*NETWORKS[title]).stages)
     return {type(stage.layer).__name__ for stage in stages} | {loss, type(TRAINING).__name__}
-
-
-def _suspects(title: str, text: str) -> set[str]:
-    """Return what of a network can make `_compare` say a text: once gradients are right, no layer but one of state."""
-    update = type(TRAINING).__name__
-    if " after " in text:
-        return {"BatchNorm2d"} if "running" in text else {update}
-    return _parts(title) - {update}
 
 
 def _compare(program: Program[Any], reference: Program[Any]) -> Iterator[float]:

@@ -110,7 +110,12 @@ def sides_of(profile: Mapping[str, Any]) -> list[Side]:
 
 def rows(sides: Sequence[Side]) -> list[Row]:
     """Return the parts of the steps beside each other, in the order of the first side's step."""
-    groups = _groups([piece.layers for side in sides for piece in side.pieces])
+    groups: dict[
+        str, tuple[str, ...]
+    ] = {}  # of each layer those that some piece computes with it, and theirs, in order
+    for layers in sorted((piece.layers for side in sides for piece in side.pieces), key=len, reverse=True):
+        joined = tuple(dict.fromkeys(name for layer in layers for name in groups.get(layer, (layer,))))
+        groups |= dict.fromkeys(joined, joined)
     merged = [_merge(side, groups) for side in sides]
     keys = dict.fromkeys(key for pieces in merged for key in pieces)
     return [Row(plain_name(*key), tuple(pieces.get(key) for pieces in merged)) for key in keys]
@@ -185,15 +190,6 @@ def _place(piece: Piece) -> int:
     if piece.layers == ("loss",):
         return 2
     return {"gather": 0, "forward": 1, "backward": 3, "update": 4, "wait": 5}.get(piece.what, 6)
-
-
-def _groups(used: Sequence[tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
-    """Return for each layer the layers that some piece computes together with it, and theirs, in order."""
-    groups: dict[str, tuple[str, ...]] = {}
-    for layers in sorted(used, key=len, reverse=True):
-        joined = tuple(dict.fromkeys(name for layer in layers for name in groups.get(layer, (layer,))))
-        groups |= dict.fromkeys(joined, joined)
-    return groups
 
 
 def _merge(side: Side, groups: Mapping[str, tuple[str, ...]]) -> dict[tuple[str, tuple[str, ...]], Piece]:
