@@ -47,12 +47,20 @@ class Steps:
             batch = order[step * self.batch_size : (step + 1) * self.batch_size]
             if self._in_halves:
                 found, gradient = self.gradients(handle, batch)
-                self._program.apply(self._clipped(gradient), float(step_rate))
+                # no BLAS: its threads would compete with the program's, at many times the time of the sum
+                norm = math.sqrt(np.square(gradient, dtype=np.float64).sum())
+                if self._clip_norm is not None and norm > self._clip_norm:
+                    gradient = gradient * np.float32(self._clip_norm / norm)
+                self._program.apply(gradient, float(step_rate))
             else:
                 found = self._program.train(handle, batch, float(step_rate))
             totals += found
             if self._ema is not None:
-                self._follow(self._ema)
+                state = self._program.state()
+                taken = int(state["step"])
+                share = np.float32(1 - min(self._ema, (1 + taken) / (10 + taken)))
+                for name, average in self._average.items():
+                    average += share * (state[name] - average)
         return totals
 
     def gradients(self, handle: Any, indices: np.ndarray) -> tuple[Totals, np.ndarray]:
@@ -83,18 +91,3 @@ class Steps:
         if self._ema is not None:
             whole = self._program.state()
             self._average = {n: np.array(state.get(PREFIX + n, whole[n])) for n in AVERAGED if n in whole}
-
-    def _clipped(self, gradient: np.ndarray) -> np.ndarray:
-        # no BLAS: its threads would compete with the program's, at many times the time of the sum
-        norm = math.sqrt(np.square(gradient, dtype=np.float64).sum())
-        if self._clip_norm is None or not norm > self._clip_norm:
-            return gradient
-        return gradient * np.float32(self._clip_norm / norm)
-
-    def _follow(self, ema: float) -> None:
-        """Move the average by the parameters as they are after a step."""
-        state = self._program.state()
-        step = int(state["step"])
-        share = np.float32(1 - min(ema, (1 + step) / (10 + step)))
-        for name, average in self._average.items():
-            average += share * (state[name] - average)
