@@ -41,7 +41,11 @@ def explain(error: Exception, config_keys: Callable[[], Sequence[str]]) -> Confi
     if match := re.match(r"Could not (?:override|delete from config\.) '([^']+)'", text):
         return _unknown_key(match[1], text, config_keys())
     if match := re.search(r"Could not (?:find|load) '(.+?)/([^/']+)'", text):
-        return _unknown_option(match[1], match[2], text)
+        group, name = match[1], match[2]
+        listed = re.search(r"Available options in .*?:\n((?:\t.+\n?)+)", text)
+        options = listed[1].split() if listed else sorted(path.stem for path in (CONF / group).glob("*.yaml"))
+        legal = f"; legal: {', '.join(options)}" if options else ""
+        return ConfigError(f"{group}={name}: unknown{legal}{did_you_mean(name, options)}")
     if match := re.match(r"Ambiguous value for argument '(.+?)=(.+)'", text):
         key, value = match[1], match[2]
         return ConfigError(f"{key}={value}: several values; add -m to run them all, or quote them: {key}=\"'{value}'\"")
@@ -74,14 +78,6 @@ def _unknown_key(key: str, text: str, keys: Sequence[str]) -> ConfigError:
     meant = [k for k in keys if k.rpartition(".")[2] == leaf]  # lr: optimizer.lr
     near = f"; did you mean {meant[0]!r}?" if meant else did_you_mean(key, [*keys, *(legal if not prefix else ())])
     return ConfigError(f"{given[1] if given else key}: unknown key; legal{where}: {', '.join(legal)}{near}")
-
-
-def _unknown_option(group: str, name: str, text: str) -> ConfigError:
-    """`group=name` picks no file: list the group's."""
-    listed = re.search(r"Available options in .*?:\n((?:\t.+\n?)+)", text)
-    options = listed[1].split() if listed else sorted(path.stem for path in (CONF / group).glob("*.yaml"))
-    legal = f"; legal: {', '.join(options)}" if options else ""
-    return ConfigError(f"{group}={name}: unknown{legal}{did_you_mean(name, options)}")
 
 
 def _one_line(text: str) -> str:

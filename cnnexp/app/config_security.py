@@ -149,7 +149,13 @@ def check_composed(config: Mapping[str, Any]) -> None:
         if (key in INSTANTIATE and not any(ours)) or (isinstance(item, str) and MAKES_KEYS.search(item)):
             raise ConfigError(f"{here}={item!r}: refused; a config runs no code but what ships with cnnexp")
         if re.match(r"hydra\.(job|hydra)_logging\b", here):
-            _check_logging(here, key, item)
+            # refuse what `logging.config` would import or call, and what stands for something that is not looked at
+            if key == "filename" and item != LOG_FILE:
+                raise ConfigError(f"{here}={item!r}: refused; legal: {LOG_FILE}")
+            named = isinstance(item, str) and re.match(r"(ext|cfg)://|\$\{", item) and item not in STREAMS
+            imported = key in ("class", "()", "factory") and item not in LOGGING
+            if (named and key not in ("filename", "level")) or imported:
+                raise ConfigError(f"{here}={item!r}: refused; legal: {', '.join(sorted(LOGGING | STREAMS))}")
         if here == "hydra.job.env_set" and item:
             raise ConfigError(
                 f"{here}={item!r}: refused; a variable may name code, which processes of the run would load: set it "
@@ -191,15 +197,6 @@ def _check_texts(node: yaml.Node, path: Path, defaults: bool = False) -> None:
         if key is not None:
             _check_texts(key, path, defaults)
         _check_texts(child, path, defaults or (key is not None and key.value == "defaults"))
-
-
-def _check_logging(here: str, key: Any, item: Any) -> None:
-    """Refuse what `logging.config` would import or call, and what stands for something that is not looked at."""
-    if key == "filename" and item != LOG_FILE:
-        raise ConfigError(f"{here}={item!r}: refused; legal: {LOG_FILE}")
-    named = isinstance(item, str) and re.match(r"(ext|cfg)://|\$\{", item) and item not in STREAMS
-    if (named and key not in ("filename", "level")) or (key in ("class", "()", "factory") and item not in LOGGING):
-        raise ConfigError(f"{here}={item!r}: refused; legal: {', '.join(sorted(LOGGING | STREAMS))}")
 
 
 def _walk(value: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:

@@ -231,19 +231,15 @@ def run(composed: DictConfig) -> float:
                 train(settings, run, earlier, _table(within).name(HydraConfig.get().job.num) if within else "")
     except KeyboardInterrupt as stopped:
         if within is None and (kept := checkpoint.list_checkpoints(folder / checkpoint.FOLDER)):
-            stopped.add_note(f"its checkpoint is {kept[-1]}; to go on: {_going_on(folder)}")
+            words = [word for word in sys.argv[1:] if not word.lstrip("+").startswith("trainer.resume=")]
+            if plugins := os.environ.get(registry.VARIABLE):
+                words.insert(0, f"plugins=[{plugins.replace(os.pathsep, ',')}]")
+            again = f"{program_name()} {shlex.join([*words, f'trainer.resume={folder}'])}"
+            stopped.add_note(f"its checkpoint is {kept[-1]}; to go on: {again}")
         raise
     if within is not None:
         _show(within, run.metrics)
     return run.metrics.get(OBJECTIVES[settings.sweep.objective], math.nan)
-
-
-def _going_on(folder: Path) -> str:
-    """Return the command that goes on with the run of a folder: this process's, from there."""
-    words = [word for word in sys.argv[1:] if not word.lstrip("+").startswith("trainer.resume=")]
-    if plugins := os.environ.get(registry.VARIABLE):
-        words.insert(0, f"plugins=[{plugins.replace(os.pathsep, ',')}]")
-    return f"{program_name()} {shlex.join([*words, f'trainer.resume={folder}'])}"
 
 
 def _load(composed: DictConfig, overrides: Sequence[str]) -> Settings:

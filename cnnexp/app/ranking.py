@@ -18,7 +18,7 @@ MEASURES = {"speedup/vs_baseline": "{:.3g} x", "throughput/images_per_s": "{:,.0
 class Place(NamedTuple):
     """A job of a sweep, or several that differ in their seed alone."""
 
-    label: str  # what varied, e.g. `cpu-simd filters=32`
+    label: str  # what varied but for the seed, e.g. `cpu-simd filters=32`; without anything else, what was trained
     values: tuple[float, ...]  # of the measure, one per epoch of every job
     interval: Interval  # of their median
 
@@ -34,8 +34,11 @@ def rank(
     for measure in MEASURES:
         groups: dict[str, list[float]] = {}
         for row in finished:
+            own = [(key, row[key]) for key in varied if key != SEED]
+            words = [f"{key.rpartition('.')[2]}={value}" if "." in key else str(value) for key, value in own]
+            label = " ".join(words) or str(row["name"]).removeprefix(f"seed={row.get(SEED)} ")
             if values := [epoch[measure] for epoch in epochs[row["job"]] if measure in epoch]:
-                groups.setdefault(_label(row, varied), []).extend(values)
+                groups.setdefault(label, []).extend(values)
         if groups:
             places = [Place(label, tuple(values), median_interval(values)) for label, values in groups.items()]
             return measure, sorted(places, key=lambda place: -place.interval.median)
@@ -101,9 +104,3 @@ def _phrase(interval: Interval, form: str) -> str:
     sure = f" with {interval.confidence:.0%} confidence" if interval.count >= verdict.MORE_EPOCHS else ""
     ends = f"{number.format(interval.low)} to {number.format(interval.high)}{sure}"
     return f"{form.format(interval.median)} ({ends}, {interval.count} epochs)"
-
-
-def _label(row: Mapping[str, Any], varied: Sequence[str]) -> str:
-    """Return what varied, but for the seed: `cpu-simd filters=32`; without anything else, what was trained."""
-    words = [f"{key.rpartition('.')[2]}={row[key]}" if "." in key else str(row[key]) for key in varied if key != SEED]
-    return " ".join(words) or str(row["name"]).removeprefix(f"seed={row.get(SEED)} ")

@@ -39,7 +39,12 @@ def command(arguments: Sequence[str]) -> None:
         recorders: dict[tuple[str, str], Recorder] = {}
         for folder, journal in _to_send(folders, all_of_them=bool(given)):
             tracking = journal["config"].get("tracking", {})
-            place = _resolved(given[-1] if given else tracking.get("uri"), folder), tracking.get("experiment", "cnnexp")
+            uri = given[-1] if given else tracking.get("uri")
+            # the journal holds the name of a variable in the place of what is secret
+            named = re.fullmatch(r"\$\{oc\.env:(\w+)\}", uri or "")
+            if named and named[1] not in os.environ:
+                raise ConfigError(f"{folder}: Environment variable '{named[1]}' not found; set it, or give {URI}=STORE")
+            place = store_uri(os.environ[named[1]] if named else uri), tracking.get("experiment", "cnnexp")
             if place not in recorders:
                 recorders[place] = Recorder(*place)
                 stack.callback(recorders[place].close)
@@ -65,11 +70,3 @@ def _to_send(folders: Sequence[Path], all_of_them: bool) -> Iterator[tuple[Path,
         recorded = journal["config"].get("tracking", {}).get("name") != "none"
         if journal["begin"] and (all_of_them or (recorded and not journal["stored"])):
             yield path.parent, journal
-
-
-def _resolved(uri: str | None, folder: Path) -> str:
-    """Return the address of a store; the journal holds the name of a variable in the place of what is secret."""
-    named = re.fullmatch(r"\$\{oc\.env:(\w+)\}", uri or "")
-    if named and named[1] not in os.environ:
-        raise ConfigError(f"{folder}: Environment variable '{named[1]}' not found; set it, or give {URI}=STORE")
-    return store_uri(os.environ[named[1]] if named else uri)
