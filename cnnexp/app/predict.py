@@ -23,13 +23,9 @@ SURE = 0.9  # a smaller probability is shown with the next class
 def command(arguments: Sequence[str]) -> None:
     """Print the class and its probability of every image; of a data set's test split the accuracy, too.
 
-    The arguments are a run (see `resume.find_run`); then either picture files or `dataset=NAME` with its keys; and
-    `backend=NAME` with its keys.
-
-    Raises:
-        ConfigError: an argument is unknown, missing or illegal.
-        CheckpointError: there is no such run, or its checkpoint is damaged.
-        DataError: an image or the data set cannot be read, or is not what the model takes.
+    The arguments are a run; then either picture files or `dataset=NAME` with its keys; and `backend=NAME` with its
+    keys. It raises as `resume.find_run` and `Classifier`, ConfigError where an argument is unknown, missing or illegal,
+    and DataError where an image or the data set cannot be read, or is not what the model takes.
     """
     run, files, options = _parse(arguments)
     backend = named("backend", {"name": BACKEND, **options.get("backend", {})})

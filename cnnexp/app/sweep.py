@@ -101,10 +101,7 @@ class SweepRecord(Record):
         os.environ[VARIABLE] = json.dumps(within._asdict())
 
     def finish(self, interrupted: bool = False) -> list[dict[str, Any]]:
-        """End the sweep, one that a signal has interrupted, too: write its table, draw its figures, end its parent run.
-
-        `lost` says why the store lacks it. Returns `rows`, one per job.
-        """
+        """End the sweep, one that a signal has interrupted, too; return `rows`. `lost` says why the store lacks it."""
         os.environ.pop(VARIABLE, None)
         with self._locks, self._journal:
             self._rows = rows(self.folder)
