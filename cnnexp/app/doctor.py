@@ -1,7 +1,6 @@
 """`cnnexp doctor`: what this machine can run, and for what it cannot, what is missing.
 
-Every backend trains a small network in a process of its own, so that one that dies takes nothing with it, and is
-compared with another, see `testing`.
+Every backend trains a small network in a process of its own, which alone may die, and is compared: see `testing`.
 """
 
 import shutil

@@ -111,8 +111,7 @@ def cache_folder(name: str = "compiled") -> Path | None:
 def load_or_make(key: str, load: Callable[[bytes], T], make: Callable[[], bytes]) -> T:
     """Return `load` of the bytes that lie under a key of `program_key`.
 
-    Where none do, or `load` raises as they are not what they should be, of those that `make` returns, which then lie
-    there.
+    Where none do, or `load` raises as they are not what they should be, of what `make` returns, which then lies there.
     """
     folder = cache_folder()
     if folder is None:

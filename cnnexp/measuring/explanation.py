@@ -110,9 +110,8 @@ def sides_of(profile: Mapping[str, Any]) -> list[Side]:
 
 def rows(sides: Sequence[Side]) -> list[Row]:
     """Return the parts of the steps beside each other, in the order of the first side's step."""
-    groups: dict[
-        str, tuple[str, ...]
-    ] = {}  # of each layer those that some piece computes with it, and theirs, in order
+    # of each layer those that some piece computes with it, and theirs, in order
+    groups: dict[str, tuple[str, ...]] = {}
     for layers in sorted((piece.layers for side in sides for piece in side.pieces), key=len, reverse=True):
         joined = tuple(dict.fromkeys(name for layer in layers for name in groups.get(layer, (layer,))))
         groups |= dict.fromkeys(joined, joined)

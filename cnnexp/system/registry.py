@@ -2,8 +2,7 @@
 
 A plugin is a module, or a file, that calls `register`. It is loaded where the command line (`plugins=FILE.py`) or the
 environment (`CNNEXP_PLUGINS`) names it; and, once a name is asked for that is not ours, where an installed package
-offers it as an entry point of the group `cnnexp_plugins`. No config file names one: a config may come from elsewhere,
-and a plugin is code.
+offers it as an entry point of the group `cnnexp_plugins`. No config file names one: it may come from elsewhere.
 """
 
 import dataclasses

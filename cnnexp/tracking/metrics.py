@@ -93,8 +93,7 @@ def leaves(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 def default_name(config: Mapping[str, Any], overrides: Sequence[str] = (), varied: Sequence[str] = ()) -> str:
     """Return e.g. `adam epochs=3 cpu-simd one_conv digits`: a page that cuts names keeps what differs.
 
-    Keys that a sweep varies come first, then what the user typed: groups, keys, then the pieces that were not typed,
-    then long values, shortened.
+    Keys that a sweep varies come first, then the groups and keys that were typed, the other pieces, and long values.
     """
     typed = dict(word.lstrip("+").partition("=")[::2] for word in overrides)
     typed = {key: value for key, value in typed.items() if not re.match(UNNAMED, key)}

@@ -267,8 +267,7 @@ def _product(
 ) -> Kernel:
     """Return the kernel (a, b, mask, out, rows, depth, deep): out[slice] (rows, columns) = left @ right, and ReLU.
 
-    A block makes one slice of the depth, of `deep` places. Sums may be written in `fours`; `bias` is where in b those
-    begin that are added.
+    A block makes one slice of the depth, of `deep` places. Sums may be written in `fours`; `bias` begins there in b.
     """
     row_of, place_of, left_at = map(device_function, (left.of_side, left.of_depth, left.at))
     column_of, depth_of, right_at = map(device_function, (right.of_side, right.of_depth, right.at))

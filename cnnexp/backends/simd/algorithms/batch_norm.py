@@ -5,15 +5,13 @@ every tile of images leaves its part in its own arena, then all threads meet, an
 order: see `Seam`. A tile's part of the variance is taken around the tile's own mean (Chan, Golub and LeVeque 1983), in
 one pass, around the mean of its first row: a part f of the numbers has a mean at most sqrt(1 / f) deviations from that
 of all, so that 1 / f roundings may add up. What rounding takes off a mean is kept beside it, as a small deviation makes
-it large. Whether the ReLU let a number through follows from the input. `predict` has a scale and a shift, see
-`folding`, and no cut.
+it large. Whether the ReLU let a number through follows from the input. `predict` has no cut, see `folding`.
 
 Where a share is many tiles, the output is not kept either: a convolution that reads it in its backward pass has it made
-again just before (Chen, Xu, Zhang and Guestrin 2016), in the scratch buffer. One thread, batch 128, Zen 4: MobileNet
-takes 0.85 of the time, ResNet-20 0.93; on two threads tiles take 0.57 and 0.76 of the memory. What a tile keeps for
-both passes lies where other tensors lay before or will: 0.88 and 0.87 of that. Of Residuals that end with a
-normalization every second sum, or two of three, is made again, for the next sum and on the way back: ResNet-56 takes
-0.78 of that.
+again just before (Chen, Xu, Zhang and Guestrin 2016), in the scratch buffer: MobileNet takes 0.85 of the time and 0.57
+of the memory, ResNet-20 0.93 and 0.76 (batch 128, Zen 4). What a tile keeps lies where others lay or will.
+Of Residuals that end with a normalization every second sum, or two of three, is made again, for the next sum and on the
+way back: ResNet-56 takes 0.78 of the memory.
 """
 
 from __future__ import annotations
@@ -37,7 +35,7 @@ TOGETHER = 4
 """Vectors that are taken at once: two cache lines of 8 lanes, and sums and constants that the registers hold."""
 
 SHARE, SHARES, TILES, AHEAD, FIRST = range(5)
-"""Where the table of a step with seams says what is meant. A meeting's share, how many there are, how many tiles, the
+"""Where the table of a step with seams says what is meant: a meeting's share, how many there are, how many tiles, the
 floats from a tile's arena to that of the share's next one, and the images of each."""
 
 

@@ -68,8 +68,7 @@ def passes(floats: float, instructions: float, target: Target, images: int = 1, 
 
     Args:
         floats: of an image. instructions: for each vector.
-        images: whose values lie between each other, or follow so close that caches see them as one. streams: arrays
-            as large that are read or written.
+        images: whose values lie between each other, or as close for caches. streams: arrays as large, read or written.
     """
     moved = bring(streams * floats, 4 * streams * floats * images, target)
     return Work(0.0, max(floats / target.lanes * instructions, moved))

@@ -1,8 +1,8 @@
 """The largest of a window's four pixels and which one it was, in two bits a lane, where vectors are AVX2's.
 
 A permutation within the halves of a vector looks at two bits of every index, as many as four pixels need: so the
-four lie side by side, in both halves. On Zen 3 the gradient of 64 filters of 3 x 3 takes 5.2 us an image by it, 9.2 by
-permutations of whole vectors (medians of several runs in turn, one thread).
+four lie side by side, in both halves. The gradient of 64 filters of 3 x 3 takes 5.2 us an image by it, 9.2 by
+permutations of whole vectors (Zen 3, one thread).
 
 The bits are two signs: of the difference of each pair's maxima, and of the two pixels of the larger pair. Packed to
 bytes, all signs of two vectors leave in one instruction, and one shift by lanes brings a vector's back. By LLVM's model

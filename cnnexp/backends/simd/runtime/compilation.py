@@ -1,8 +1,7 @@
 """Compiling in a process of its own: what LLVM cannot do ends the process it runs in, with no exception raised.
 
 Only a program that is not in the cache comes here, so a warm start pays nothing. The child makes the very bytes that
-the cache keeps and hands them back: nothing is compiled twice, whether or not the cache can be written, and only the
-child needs Numba.
+the cache keeps and hands them back: nothing is compiled twice, even without a cache, and only the child needs Numba.
 """
 
 from __future__ import annotations

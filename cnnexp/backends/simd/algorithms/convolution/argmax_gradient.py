@@ -6,8 +6,7 @@ and so are the weights of its filter. There dw += g * x and dx += g * w: per vec
 store, and two multiply-adds. Every image has its own argmax, so images share no vectors here; the patch lies in them.
 
 Events are listed by filter, so that the loop over them meets no branch, and weights and their gradients stay in
-registers while the events of a filter go by. Neighbours in a list are no neighbours in space: a load that overlaps a
-store still on its way waits for it.
+registers while the events of a filter go by. Neighbours in a list are none in space: no load waits for a store.
 """
 
 from __future__ import annotations

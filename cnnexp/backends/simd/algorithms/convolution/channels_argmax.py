@@ -2,11 +2,9 @@
 
 A filter's weights do not fit the registers, so a part of a run stays there, with its gradient, while the events of a
 block of cells go by; the block's part of x and dx stays in L1. For each image: the events of a block of cells, in a
-list for every filter; for each part of the runs and each filter the events one by one; then dx from where it was added
-up, which has x's halo.
+list for every filter; for each part of the runs and each filter the events; then dx from its sums, which have a halo.
 
-Gain: many channels before a max-pool. For the second convolution of `two_conv_mlp` 151,215 cycles, 270,689 by
-`channels`.
+Gain: many channels before a max-pool. The second convolution of `two_conv_mlp` takes 151,215 cycles for 270,689.
 """
 
 from __future__ import annotations

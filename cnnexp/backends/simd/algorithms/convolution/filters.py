@@ -3,12 +3,10 @@
 Fused with ReLU and max-pool, on matrices. An image lies in its row as [row][column][channel] with its padding around
 it; what one pooled cell sees is a square *patch* of it. Forward: the patch's values are broadcast once into registers
 and used by every vector of filters, whose K * K * C weights are loaded once and serve all pixels of the window: 36
-multiply-adds per 9 loads for 3x3 kernels and 2x2 windows. Where the registers do not hold it, two vectors share what is
-read again.
+multiply-adds per 9 loads for 3x3 kernels and 2x2 windows. Two vectors share what the registers do not hold.
 
 Every filter has its own argmax, so for the gradient each lane needs another pixel of the patch at each tap; K * K * C
-accumulators stay in registers along a row of cells, in several parts where there are more than registers. There are
-three gather methods:
+accumulators stay in registers along a row of cells, in parts where there are more than registers. Gather methods:
 
     permute    the pixels of a window lie within one vector of a patch. The forward pass leaves the patches in memory
                and stores, instead of the argmax, the place of the window's pixel in the patch; a tap further is the
@@ -19,8 +17,7 @@ three gather methods:
 
 There is no gradient of the input: a first layer needs none.
 
-Filters that fill their last vector only in part are followed by filters of zeros: their weights are 0 where they lie,
-and so is all that comes of them.
+Filters that fill their last vector in part are followed by some whose weights, and so all that comes of them, are 0.
 
 Gain: `one_conv` of 64 filters takes 88,883 cycles, 156,150 by `channels`, 178,278 by `lanes`.
 """

@@ -6,8 +6,7 @@ weights (K, K, C, F) a run of K * C * F floats, so every convolution is K runs.
 Register tile of the forward pass: 4 pixels x up to 6 filters of accumulators; per (channel, tap) 4 loads of x and one
 broadcast per filter feed 4 multiply-adds each, 8 loads per 16 multiply-adds with 4 filters. Where a max-pool follows,
 the 4 pixels are those of its window, so maximum, argmax, bias and ReLU happen in registers and the full convolution is
-never stored. The gradient of the input is the same kernel on the flipped weights. With groups or dilation there are
-K * K runs, of the channels of a group.
+never stored. The gradient of the input is the same kernel on flipped weights. Groups or dilation make it K * K runs.
 
 Gain: few channels, batches that fill the lanes. By it rather than `channels` for the first convolution
 `two_conv_pool4` takes 18,376 cycles for 43,100, `two_conv_mlp` 155,879 for 174,888.

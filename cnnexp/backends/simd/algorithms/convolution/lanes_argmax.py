@@ -1,8 +1,7 @@
 """`lanes-argmax`: `lanes`, with gradients through the argmax of the max-pool after it; see `argmax_gradient`.
 
 For one filter the weights of a whole patch, and as many sums of their gradient, stay in registers. For each group of
-`lanes` images: the input to rows; the events of every image and filter, in lists; the events one by one; dx back to
-lanes.
+images: the input to rows; the events of every image and filter, in lists; the events one by one; dx back to lanes.
 
 Gain: few channels before a max-pool. For the second convolution of `two_conv_pool4` 21,522 cycles, 25,330 by `lanes`.
 """

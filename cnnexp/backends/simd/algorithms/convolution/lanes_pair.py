@@ -2,8 +2,7 @@
 
 An event is followed as in `argmax_gradient`, but past what lies between the convolutions, straight on to the weights of
 the first. Of the few pixels that a window's maximum saw there, their values are computed again from the image, and
-their gradient is multiplied with the image at once: where kernels and channels are few, that takes less time than to
-turn all of both to rows and back.
+their gradient is multiplied with the image at once: less work than rows and back where kernels and channels are few.
 
 A window's pixels, [kernel row][column, channel], lie in vectors, two rows in each where they fit. For a tap of the
 first convolution each pixel meets one of the image: a permutation of the image's rows, the same for every event.
@@ -53,8 +52,7 @@ class LanesPair(Node[Blocked, Blocked]):
         x_rows: a group's input, with the halo of x.
         weights, gradients: where in the arena those of the second lie, packed as `Patch` says.
         first_weights, first_gradients: likewise of the first, [tap or bias][pattern] vectors.
-        edges: bytes, by the place of a patch the number of its mask; None where no window reaches over an edge.
-        masks: [number][vector], bits.
+        edges: bytes, by the place of a patch the number of its mask; None without edges. masks: [number][vector], bits.
     """
 
     input_layout = output_layout = Blocked

@@ -4,8 +4,7 @@ y[m, f] = sum over r of x[m, r] * w[r, f]. The outputs f lie in the lanes. A reg
 times `width` vectors of outputs; for each r it loads `width` vectors of weights, and broadcasts one x to each row's
 `width` multiply-adds (Goto and van de Geijn 2008, "Anatomy of high-performance matrix multiplication"). Weights are
 kept packed in *panels* [panel][r][width vectors], in the order in which a tile reads them, so they stream from a cache
-and no row lies a power of two from the next; their gradient, x.T @ dy, is the same product with r in the rows of the
-tile, and lies likewise.
+and no row lies a power of two from the next; their gradient, x.T @ dy, is the same product with r in a tile's rows.
 """
 
 from __future__ import annotations
