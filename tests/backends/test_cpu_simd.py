@@ -10,7 +10,7 @@ import tracemalloc
 import networks
 import numpy as np
 import pytest
-from backends.on_target import AVX512, HOST, OnTarget
+from backends.on_target import AVX512, HOST, TARGETS, OnTarget
 from commands import wait_for
 from conformance import assert_same_state, check_case, check_training, make_case, started
 
@@ -34,6 +34,15 @@ def test_wide_layers_of_any_batch(images):
     check_case(OnTarget(threads=1), make_case(WIDE, images=images))
 
 
+@pytest.mark.parametrize(("target", "images"), [("host", 2), ("sse", 3), ("neon", 2), ("avx2", 4), ("wide", 8)])
+def test_wide_layers_of_few_images(target, images):
+    """Their input's gradient has outputs in the lanes: more features than have sums near, and vectors in part."""
+    network = Network((37,), (Linear(301), ReLU(), Linear(45), ReLU(), Linear(33)))
+    nodes = make_plan(network, TARGETS[target], images - 1).nodes
+    assert [(node.algorithm, node.few) for node in nodes] == [("wide", True)] * 3
+    check_case(OnTarget(TARGETS[target], threads=1), make_case(network, images=images))
+
+
 def test_threads_are_as_many_as_pay():
     large = Network((28, 28, 1), (Flatten(), Linear(1024), ReLU(), Linear(1024), ReLU(), Linear(10)))
     khandait = Network((2,), (Linear(64), ReLU(), Linear(1), Sigmoid()))
@@ -43,8 +52,8 @@ def test_threads_are_as_many_as_pay():
     assert paying_threads(smallest, 128, AVX512, 8) == 1
     assert paying_threads(khandait, 100_000, AVX512, 8) == 8
     assert paying_threads(mlp, 64, AVX512, 8) == 8
-    assert paying_threads(mlp, 1, AVX512, 8) == 1, "one image cannot be shared"
-    assert paying_threads(large, 1, AVX512, 2) == 2, "but the update of many parameters can"
+    assert paying_threads(mlp, 1, AVX512, 8) == 1, "one image is not worth sharing"
+    assert paying_threads(large, 1, AVX512, 2) == 2, "but many parameters are"
 
 
 @pytest.mark.parametrize(("images", "owns"), [(11, True), (140, False)])

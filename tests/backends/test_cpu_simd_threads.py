@@ -1,14 +1,28 @@
 """How many threads of `cpu-simd` work: what they choose on a made-up machine, and that the bits stay the same."""
 
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from backends.on_target import HOST, OnTarget
 from conformance import assert_same_state, check_case, make_case, started
 
-from cnnexp import SGD, Adam, BatchNorm2d, Conv2d, Flatten, Linear, MaxPool2d, Network, ReLU, Residual
-from cnnexp.backends.simd.runtime.adaptive_threads import TRIAL_S, AdaptiveThreads
+from cnnexp import (
+    GELU,
+    SGD,
+    Adam,
+    BatchNorm2d,
+    Conv2d,
+    Dropout,
+    Flatten,
+    Linear,
+    MaxPool2d,
+    Network,
+    ReLU,
+    Residual,
+)
+from cnnexp.backends.simd.runtime.adaptive_threads import UNKNOWN_S, AdaptiveThreads
 from cnnexp.backends.simd.runtime.program import make_plan
 
 CONVOLUTION = Network((10, 10, 1), (Conv2d(8, 3), ReLU(), MaxPool2d(2), Flatten(), Linear(10)))
@@ -37,7 +51,11 @@ class Machine:
         return spent[True] / sum(spent.values()), steps_done / sum(spent.values())
 
 
-@pytest.mark.parametrize(("together_s", "least", "most"), [(6e-5, 0, 0.01), (1e-3, 0.9, 1)], ids=["quiet", "busy"])
+@pytest.mark.parametrize(
+    ("together_s", "least", "most"),
+    [(6e-5, 0, 0.01), (1e-3, 0.9, 1), (0.01, 0.9, 1)],
+    ids=["quiet", "busy", "many meetings"],
+)
 def test_one_thread_works_where_others_keep_the_cores_busy_and_all_do_elsewhere(together_s, least, most):
     machine = Machine(AdaptiveThreads(2), together_s)
     machine.train(2)
@@ -81,7 +99,9 @@ def test_no_other_number_is_tried_where_there_is_none_or_steps_are_long():
         size = adaptive.size
         Machine(adaptive, together_s=1e-3).train(3)
         assert adaptive.size == size
-    assert Machine(AdaptiveThreads(2), alone_s=TRIAL_S * 2, together_s=TRIAL_S).train(30)[0] == 0
+    assert Machine(AdaptiveThreads(2), alone_s=4 * UNKNOWN_S, together_s=2 * UNKNOWN_S).train(30)[0] == 0
+    share, _ = Machine(AdaptiveThreads(2), alone_s=UNKNOWN_S, together_s=UNKNOWN_S / 2).train(30)
+    assert 0 < share < 0.01, "once is enough"
 
 
 @pytest.mark.parametrize("network", [CONVOLUTION, OWNED, NORMED], ids=["convolution", "owned", "normed"])
@@ -99,6 +119,27 @@ def test_one_thread_that_does_all_shares_computes_the_same_bits(network):
         arrays = {"gradient": gradient, "scores": program.predict(handle), **program.state()}
         found.append({"totals": totals, "total": total, **arrays})
     assert_same_state(*found)
+
+
+@pytest.mark.parametrize("layer", [Conv2d(9, 3), BatchNorm2d(), Dropout(0.5)])
+def test_threads_share_the_kernels_of_one_image(layer):
+    """Any number of them finds the same bits; with seams, and of several images, they share none."""
+    layers = layer, ReLU(), Flatten(), Linear(301), ReLU(), Linear(45), GELU(), Linear(4)
+    network, target = Network((12, 12, 2), layers), replace(HOST, part_cycles=100, l2_bytes=2**13)
+    plan = make_plan(network, replace(target, parts=3), 1)
+    shared = {name for name, kernel in (*plan.forward, *plan.backward) if kernel.parts == 3}
+    assert {"linear1.forward", "linear2.forward", "linear2.backward_input"} <= shared
+    check_case(OnTarget(target, 3), case := make_case(network, images=2))
+    found, several = [], []
+    for threads, working in ((1, 1), (3, 1), (3, 2), (3, 3)):
+        program, handle = started(OnTarget(target, threads), case, Adam(lr=0.01), 1)
+        program._adaptive = SimpleNamespace(size=working, next=lambda n=working: (n, 9), took=lambda *_: None)
+        program.train(handle, np.array([0, 1, 1, 0, 1]), 0.01)
+        found.append({"gradient": program.gradients(handle, np.arange(1))[1], **program.state()})
+        several.append(program.gradients(handle, np.arange(1 if network.running else 2))[1])
+    for state, gradient in zip(found[1:], several[1:], strict=True):
+        assert_same_state(found[0], state)
+        np.testing.assert_allclose(gradient, several[0], rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.parametrize("normed", [True, False])

@@ -79,7 +79,8 @@ class Plan:
         self.share = min(share, most)
         nodes = self.nodes = choose_nodes(network, target, self.share)
         for node in nodes:
-            if node.in_parts and target.parts > 1:
+            # a part of Winograd's needs room of its own, which a step does not give it
+            if node.in_parts and target.parts > 1 and (target.forward_only or not isinstance(node, Winograd)):
                 cycles = works(node, node.input_layout or NC, target, self.share, False)["forward"].cycles
                 node.parts = target.parts if cycles * self.share > target.part_cycles else 1
         self._cuts = [i for i, node in enumerate(nodes) if node.seams(self)]
@@ -171,7 +172,7 @@ class Plan:
             for node in nodes
             for name, emit in kernels_of(node)
             for key in [partial(self._key, node, what, name)]
-            for parts in [node.parts if name == FORWARD else 1]
+            for parts in [node.parts if name in node.in_parts else 1]
         ]
 
     def _made_before(self, what: str, step: int) -> Kernels:
@@ -279,8 +280,7 @@ class Plan:
     def _steps_of_y(self, nodes: list[Node], i: int) -> Steps | None:
         """Return the steps that use a node's output; None where its room is for it alone.
 
-        Where a share is many tiles, the output of a normalization is not kept but made again, which is noted here, and
-        so is every second sum, or two of three.
+        Where a share is many tiles, a normalization's output, and a sum or two of three, are made again: noted here.
         """
         if i + 1 == len(nodes) or ((self._cuts or self.target.forward_only) and _reader(nodes, i).input_layout is NC):
             return None  # what rounds up a row must stay 0

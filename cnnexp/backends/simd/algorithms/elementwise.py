@@ -18,7 +18,7 @@ from cnnexp.network import ElementwiseStage, LeakyReLU, ReLU
 class ElementwiseNode(Node[Tensor, Tensor]):
     """An elementwise layer where nothing takes it in."""
 
-    algorithm, whole_vectors, in_parts = "elementwise", False, True
+    algorithm, whole_vectors, in_parts = "elementwise", False, ("forward",)
 
     @classmethod
     def of(cls, sections: Sequence[Section], first: bool) -> ElementwiseNode | None:

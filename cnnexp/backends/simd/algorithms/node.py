@@ -102,10 +102,10 @@ class Node(Generic[X, Y]):
     """Whether it has taken in a ReLU."""
     whole_vectors: ClassVar[bool] = True
     """Whether its kernels go by vectors of images, and may write a whole one where a tile has fewer images."""
-    in_parts: ClassVar[bool] = False
-    """Whether threads may share its forward kernel."""
+    in_parts: ClassVar[Sequence[str]] = ()
+    """The kernels that threads may share."""
     parts = 1
-    """How many parts that is cut into."""
+    """How many parts those are cut into."""
     keeps_x: bool = True
     """Whether its backward pass reads its input."""
     keeps_y: bool = True

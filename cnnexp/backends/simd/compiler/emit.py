@@ -5,8 +5,7 @@ A kernel is a Python function that takes an `Emitter` and calls its methods; eac
 Python numbers, so every stride and offset is a constant in the machine code.
 
 Why not plain `@njit` loops: LLVM's own vectorizer reaches a tenth of the FMA rate on these convolutions, because it
-does not keep a tile of accumulators in registers. Vectors are `<lanes x float>`, legal LLVM on every CPU: what a CPU
-lacks in width LLVM splits.
+does not keep a tile of accumulators in registers. Vectors are `<lanes x float>`; LLVM splits them where a CPU must.
 """
 
 from __future__ import annotations
@@ -46,8 +45,8 @@ class Target:
         forced: (layer, algorithm) where a layer is not to be computed by the one that costs least; see `planner`.
         clocks: whether kernels read the clock, for a profile: see `clocks`.
         forward_only: whether the kernels are to predict and never train.
-        parts: that a kernel is cut into where threads share a tile, in `predict` alone. part_cycles: that are worth it,
-            some 2 us.
+        parts: that a kernel is cut into where threads share a tile: in `predict`, and in a step of one image.
+            part_cycles: that are worth it, some 2 us.
     """
 
     lanes: int
@@ -521,8 +520,7 @@ class Emitter:
         """Store the lanes under the mask behind the first `count` elements; return the new count.
 
         Args:
-            columns: vectors, and the list in memory that each goes to. Up to `lanes` elements behind a list's new end
-                may change as well.
+            columns: vectors, and the list in memory that each goes to, of which `lanes` past the new end may change.
         """
         if self.target.compresses or (self.lanes == 8 and self.target.permutes):
             for value, column in columns:

@@ -1,8 +1,7 @@
 """How many threads do the shares of a step: one thread each, or, where others keep the cores busy, one thread all.
 
 A thread that has lost its core is waited for at every step until it has it again, which takes milliseconds: on a busy
-machine a step of 30 us may take five times as long on two threads as on one. What a step computes is the same to the
-bit.
+machine a step of 30 us may take five times as long on two threads as on one. Its bits are the same with any number.
 """
 
 from __future__ import annotations
@@ -12,6 +11,9 @@ CALL_S = 0.2
 
 TRIAL_S = 0.005
 """Seconds that the other number of threads is tried for; what takes longer for a step loses little by a lost core."""
+
+UNKNOWN_S = 0.02
+"""Seconds of a step up to which one thread is tried for the first time: a step of many meetings may seem that long."""
 
 PAUSE_S = 0.5
 """Seconds of training on all threads between trials of one."""
@@ -49,11 +51,11 @@ class AdaptiveThreads:
     def next(self) -> tuple[int, int]:
         """Return how many threads the next call has, and for how many steps."""
         call_s, other = CALL_S, self._threads + 1 - self.size
-        expected = self._step_s.get(other, self._step_s[self.size] * self._threads)
-        if self._trials and expected <= TRIAL_S:
+        expected = self._step_s.get(other, self._step_s[self.size])
+        if self._trials and expected <= (TRIAL_S if other in self._step_s else UNKNOWN_S):
             left_s = self._pause_s[self.size] - self._trained_s
             if left_s <= 0:
-                return other, int(TRIAL_S / expected)
+                return other, max(1, int(TRIAL_S / expected))
             call_s = min(CALL_S, max(TRIAL_S, left_s))
         steps, seconds = self._measured[self.size]
         step_s = seconds / steps if steps else self._step_s[self.size]

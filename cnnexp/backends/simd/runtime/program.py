@@ -108,6 +108,8 @@ class SimdProgram(Program[LoadedSplit]):
         check_loss(network, loss)
         self.network, self.loss, self.optimizer, self.batch_size = network, loss, optimizer, batch_size
         started = time.perf_counter()
+        if batch_size == 1 and not network.running and not target.clocks:  # a clock has one reader
+            target = replace(target, parts=threads)
         plan = make_plan(network, target, -(-batch_size // threads))
         with ThreadPoolExecutor(1) as beside:  # the two compile at once
             forward = beside.submit(ForwardProgram, network, loss, optimizer, PREDICTED, target, threads)
@@ -398,7 +400,7 @@ _NO_SPLIT = LoadedSplit(np.empty(0, np.uint8), np.empty(0, np.float32), np.empty
 def paying_threads(network: Network, batch_size: int, target: Target, threads: int) -> int:
     """Return how many of the threads a training step is worth; it follows from shapes, not from the clock.
 
-    Waiting for each other costs about 3 us a step, and a thread without an image has parameters to update at best.
+    Waiting for each other costs about 3 us a step, and a thread without an image helps where parameters are many alone.
     """
     macs = 3 * sum(stage.macs for stage in network.stages) * batch_size
     work = int(macs / (2 * target.lanes * SMALL_SHARE))
@@ -410,15 +412,13 @@ def paying_threads(network: Network, batch_size: int, target: Target, threads: i
 def make_plan(network: Network, target: Target, share: int) -> Plan:
     """Return the plan for `share` images per thread and step.
 
-    Two vectors of images go through all layers at once, so that weights are read half as often as with one; measured
-    best on all of the papers' networks. More where the weights themselves leave L2. It is one where the
-    share is small, where two would take much memory, or where their activations would leave L2 and
-    outweigh the weights, or push out what one leaves there, activations, weights and gradients; or where those of
-    one stay in a core's part of L3, those of more would not, and no size holds all of a share. Where one leaves L2
-    by a third, four images predict (MobileNet 0.8 of eight's time, ResNet-20 0.9), unless weights leave L3; where
-    it is twice L2, steps with seams take half or less, the most that L2 holds between two seams or the least that costs
-    the kernels little: what is normalized stays near. One image of MobileNet takes 0.86 of four's time (Xeon, 2 MB of
-    L2; Zen 3, 512 KB, 0.95), four of VGG with BatchNorm 0.88 of 16's (Zen 3), four of ResNet-20 0.98 of eight's.
+    Two vectors of images go through all layers at once, so that weights are read half as often as with one; more where
+    the weights leave L2. It is one where the share is small, where two would take much memory, or where their
+    activations would leave L2 and outweigh the weights, or push out what one leaves there; or where those of one stay
+    in a core's part of L3, those of more would not, and no size holds all of a share. Where one leaves L2 by a third,
+    four images predict (MobileNet in 0.8 of eight's time), unless weights leave L3; where it is twice L2, steps with
+    seams take half or less, the most that L2 holds between two seams or the least that costs the kernels little: what
+    is normalized stays near. One image of MobileNet takes 0.86 of four's time (Xeon), four of VGG 0.88 of 16's (Zen 3).
     """
 
     def size(plan: Plan) -> int:

@@ -3,7 +3,7 @@
 All threads run the same function over the same batches at once. A batch has fixed shares: of each, the gradient is
 summed in a buffer of its own; after a wait for the others, a share of the parameters is updated by the gradients of all
 shares, added in their order. So the result depends on the number of shares alone, not on who came first, nor on how
-many threads do them: a thread each, or one thread all in turn.
+many threads do them: a thread each, or one thread all in turn. Where a batch is one image, all do parts of its kernels.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from numba.np.numpy_support import from_dtype
 from cnnexp.backends.cache import host
 from cnnexp.backends.simd.algorithms import update
 from cnnexp.backends.simd.compiler.compose import compose, emitted
+from cnnexp.backends.simd.compiler.emit import Kernel
 from cnnexp.backends.simd.compiler.entry import APPLY, GRADIENTS, TRAIN, Call, Forward, arguments
 from cnnexp.backends.simd.compiler.host import host_target
 from cnnexp.backends.simd.compiler.intrinsics import LOAD_CONTROL, STORE_CONTROL, call
@@ -139,6 +140,41 @@ def _make_batch(plan: Plan, loss: Loss, compiled: Callable, library: ir.Module) 
             start, end = first + here * share // shares, first + here * (share + 1) // shares
             for at in range(start, end, images):
                 run_tile(call, share, step, at, min(at + images, end), here)
+
+    run_batch = compiled(run_batch, inline="always")
+    return _shared(plan, run_batch, begin, finish, compiled, library) if plan.target.parts > 1 else run_batch
+
+
+def _shared(
+    plan: Plan, several: Callable, begin: Callable, finish: Callable, compiled: Callable, library: ir.Module
+) -> Callable:
+    """Return what runs `several` images, or one: the last share's, whose large kernels all threads do parts of."""
+    every, back = plan.forward + plan.backward, len(plan.forward)
+    run = compose("part", plan.target, [], library, [[kernel] for kernel in every], in_parts=True)
+    owned_gradients = compose("owned_gradients", plan.target, plan.gradients, library)
+    parts = np.array([kernel.parts if isinstance(kernel, Kernel) else 1 for _, kernel in every])
+
+    def run_batch(call: Call, step: int, first: int, here: int, mine: int, next_: int) -> None:
+        if here != 1:
+            several(call, step, first, here, mine, next_)
+            return
+        last, share = next_ == call.gradients.shape[0], call.gradients.shape[0] - 1
+        arena, gradient, tile = call.arenas[share], call.gradients[share], call.order[first : first + here]
+        if last:
+            begin(call, arena, step, tile)
+        for kernel in range(len(parts)):
+            if parts[kernel - 1] > 1:
+                wait(call.flags, call.rank, call.threads)
+            if last and kernel == back:
+                finish(call, arena, share, tile, here)
+            if parts[kernel] > 1:
+                wait(call.flags, call.rank, call.threads)
+                for part in range(mine, next_):
+                    run(call.parameters, gradient, arena, here, part, kernel)
+            elif last:
+                run(call.parameters, gradient, arena, here, 0, kernel)
+        if last and call.mode == GRADIENTS:
+            owned_gradients(call.parameters, gradient, arena, here)
 
     return compiled(run_batch, inline="always")
 

@@ -2,8 +2,7 @@
 
 Images lie channels-last with their padding around them, so the windows' rows are runs of K * C floats and a convolution
 is a matrix product (see `product`) whose rows overlap in memory: nothing is copied. Register tile: some neighbouring
-pixels times a panel of filters. Where a max-pool follows, the pixels are those of whole windows, and maximum, argmax,
-bias and ReLU happen in registers.
+pixels times a panel of filters; before a max-pool those of whole windows: maximum, bias, ReLU happen in registers.
 
 The gradient of the input is the same product on weights turned round and transposed. With a stride, pixels whose place
 modulo the stride is the same are seen by the same taps: each such phase is a convolution of its own with fewer taps,
@@ -48,7 +47,7 @@ class Channels(ConvolutionNode[NHWC]):
     """Channels in lanes."""
 
     input_layout = output_layout = NHWC
-    whole_vectors, in_parts = False, True
+    whole_vectors, in_parts = False, ("forward",)
     algorithm = holds = "channels"
 
     def fits(self, target: Target) -> bool:

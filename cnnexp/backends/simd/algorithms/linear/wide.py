@@ -1,7 +1,7 @@
 """`wide`: a linear layer of many outputs; outputs in the lanes, weights in panels.
 
 Forward pass and weight gradient are the products of `product`. The input's gradient sums over outputs, so it has the
-batch in the lanes instead and broadcasts the weights, which the panels hold in runs.
+batch in the lanes instead and broadcasts the weights, which the panels hold in runs; unless images are few.
 
 It is the one algorithm for more outputs than `skinny` has. A convolution whose one window is the whole image, with
 nothing but rows after it, is such a layer, too: LeNet-5 as published has one, and takes a third less time by it.
@@ -9,6 +9,7 @@ nothing but rows after it, is such a layer, too: LeNet-5 as published has one, a
 
 from __future__ import annotations
 
+import functools
 import math
 
 from llvmlite import ir
@@ -20,8 +21,8 @@ from cnnexp.backends.simd.algorithms.linear.dense import Dense
 from cnnexp.backends.simd.algorithms.linear.product import Panel, Panels, Steps, add_products, choose_tile, most_height
 from cnnexp.backends.simd.algorithms.reorder import reorder
 from cnnexp.backends.simd.algorithms.update import Rows, update_owned
-from cnnexp.backends.simd.compiler.emit import INDEX, LINE_FLOATS, Emitter, Kernels, Sums, Target, chunks
-from cnnexp.backends.simd.layouts import Layout
+from cnnexp.backends.simd.compiler.emit import INDEX, LINE_FLOATS, Emitter, Kernels, Sums, Target, chunks, chunks_of
+from cnnexp.backends.simd.layouts import Layout, round_up
 from cnnexp.optimizers import Optimizer
 
 FEW_IMAGES = 8, 4
@@ -31,18 +32,21 @@ STEPS_AHEAD = 32
 """Of a sum, by which weights from beyond L2 are brought near where one tile has all images. Of several tiles the first
 would wait for memory. Wide MLP predicts 16 images in 0.77 of the time."""
 
+NEAR_SUMS = 256
+"""Vectors of sums that stay in L1, of the input's gradient of few images."""
+
 MEMORY_BOUND = 16
 """Images of a share whose products with a weight take no longer than memory to bring it, at 3 bytes a cycle."""
 
 
 class Wide(Dense):
-    """Many outputs."""
+    """Many outputs. `few`: whether images are, so that the input's gradient has outputs in the lanes."""
 
     def in_lanes(self, what: str, kernel: str) -> str:
-        return "images" if kernel == "backward_input" else self.holds
+        return "images" if kernel == "backward_input" and not self.few else self.holds
 
     algorithm = "wide"
-    whole_vectors, in_parts = False, True
+    whole_vectors, in_parts = False, ("forward", "backward_input")
 
     def work(self, target: Target, images: int, needs_dx: bool) -> dict[str, Work]:
         features, outputs = self.stage.weight.shape
@@ -52,11 +56,6 @@ class Wide(Dense):
         read = 4 * images * (features + outputs)
         gradient = product_gradient(features, 1, outputs, width, (1, images), read, target)
         stored = 2 * cost.bring(features * outputs, 8 * features * outputs, target)
-        back = [
-            times_w * times_h * (outputs * product.tile_cycles(high, wide) + high * wide)
-            for _, wide, times_w in chunks(-(-images // target.lanes), target.registers // 8)
-            for _, high, times_h in chunks(features, most_height(wide, target.registers))
-        ]
         weights = Work(gradient.macs / images, (gradient.cycles + stored) / images, gradient.tile)
         found = {
             **self._common_work(target),
@@ -64,7 +63,16 @@ class Wide(Dense):
             "backward_weights": weights,
             "update": weights,
         }
-        if needs_dx:
+        if needs_dx and images <= target.lanes // 2:
+            brought = cost.bring(features * outputs, 4 * features * outputs, target)
+            cycles = max(brought, features * vectors * (images + 0.5))
+            found["backward_input"] = Work(features * outputs, cycles / images, "a feature x vectors of outputs")
+        elif needs_dx:
+            back = [
+                times_w * times_h * (outputs * product.tile_cycles(high, wide) + high * wide)
+                for _, wide, times_w in chunks(-(-images // target.lanes), target.registers // 8)
+                for _, high, times_h in chunks(features, most_height(wide, target.registers))
+            ]
             found |= {
                 "dy_to_lanes": transposition(outputs, target),
                 "backward_input": Work(features * outputs, sum(back) / images, "features x vectors of images"),
@@ -84,7 +92,10 @@ class Wide(Dense):
         self.panels = Panels(together * (-(-features // together) | 1), outputs, width, target.lanes)
         plan.parameters.place(self.stage.weight, self.panels.size, self.panels.views, plan.owns)
         plan.parameters.place_plain(self.stage.bias)
-        if self.dx:
+        self.few = plan.share <= target.lanes // 2
+        if self.dx and self.few:
+            self.sums = plan.arena.allocate(plan.share * features * target.lanes)
+        elif self.dx:
             self.dy_lanes = plan.arena.blocked((1, 1, outputs))
             self.dx_lanes = plan.arena.blocked((1, 1, features))
 
@@ -131,7 +142,9 @@ class Wide(Dense):
         kernels, dx = super().backward(plan), self.dx
         if not plan.owns:
             kernels.append(("backward_weights", lambda k: self.backward_weights(k, plan)))
-        if dx:
+        if dx and self.few:
+            kernels.append(("backward_input", lambda k: self._backward_few(k, plan)))
+        elif dx:
             kernels += [
                 ("dy_to_lanes", lambda k: reorder(k, self.dy, self.dy_lanes)),
                 ("backward_input", lambda k: self._backward_input(k, plan)),
@@ -154,6 +167,38 @@ class Wide(Dense):
 
     def update(self, k: Emitter, plan: Layout, optimizer: Optimizer) -> None:
         update_owned(k, plan, optimizer, self.stage.weight, (self.panels, 1, self.x.size), self._add_products)
+
+    def _backward_few(self, k: Emitter, plan: Layout) -> None:
+        """As `_backward_input`, with outputs in the lanes; features by as many as have sums that stay in L1."""
+        weights, _ = plan.parameters.of(self.stage, k.parameters)
+        dy, dx, lanes, row = self.dy, self.needed_dx, k.lanes, plan.share * k.lanes
+        last = k.builder.sub(k.count, INDEX(1))
+        most = round_up(min(NEAR_SUMS // plan.share, -(-dx.size // self.parts)), lanes)
+        for first, size, *turns in k.turns(chunks_of(dx.size, most), self.parts):
+            # a tile may have more images than a share
+            with k.loop(k.groups(plan.share)) as group, k.loop(*turns) as t:
+                images = [k.least(k.scaled(group, plan.share, n), last) for n in range(plan.share)]
+                start = k.scaled(t, size, first)
+                sums = (k.arena + self.sums).at(start, row)
+                k.clear(sums, size * plan.share)
+                # a lane's outputs, panel by panel
+                for panel in self.panels.each(k):
+                    gradients = [panel.outputs(dy.stored(k, n)) for n in images]
+                    factors = [[k.load_part(at + v * lanes, n) for v, n in enumerate(panel.valid)] for at in gradients]
+                    with k.loop(size) as d:
+                        line = panel.at(weights).at(start, panel.unit).at(d, panel.unit)
+                        held = [k.load_part(line + v * lanes, n) for v, n in enumerate(panel.valid)]
+                        with k.sums(k.grid(sums.at(d, row), 1, 0, plan.share)) as [totals]:
+                            for total, vectors in zip(totals, factors, strict=True):
+                                for weight, gradient in zip(held, vectors, strict=True):
+                                    k.accumulate(total, weight, gradient)
+                # the lanes of a vector of features
+                for block, valid in k.vectors(size):
+                    at = k.builder.mul(block, INDEX(lanes))
+                    for i, n in enumerate(images):
+                        lines = [k.load(sums.at(at, row) + (d * row + i * lanes)) for d in range(valid)]
+                        value = functools.reduce(k.add, k.transpose(lines + [k.zero()] * (lanes - valid)))
+                        k.store_part(value, dx.stored(k, n).at(start).at(at), lanes if dx.dense else valid)
 
     def _backward_input(self, k: Emitter, plan: Layout) -> None:
         """dx[d, lane] = sum over o of weights[d, o] * dy[o, lane].
