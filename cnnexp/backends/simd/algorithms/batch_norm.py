@@ -9,7 +9,7 @@ it large. Whether the ReLU let a number through follows from the input. `predict
 
 Where a share is many tiles, the output is not kept either: a convolution that reads it in its backward pass has it made
 again just before (Chen, Xu, Zhang and Guestrin 2016), in the scratch buffer: MobileNet takes 0.85 of the time and 0.57
-of the memory, ResNet-20 0.93 and 0.76 (batch 128, Zen 4). What a tile keeps lies where others lay or will.
+of the memory, ResNet-20 0.93 and 0.76 (batch 128, Zen 4). Kept tensors take each other's room in turn.
 Of Residuals that end with a normalization every second sum, or two of three, is made again, for the next sum and on the
 way back: ResNet-56 takes 0.78 of the memory.
 """

@@ -400,7 +400,7 @@ _NO_SPLIT = LoadedSplit(np.empty(0, np.uint8), np.empty(0, np.float32), np.empty
 def paying_threads(network: Network, batch_size: int, target: Target, threads: int) -> int:
     """Return how many of the threads a training step is worth; it follows from shapes, not from the clock.
 
-    Waiting for each other costs about 3 us a step, and a thread without an image helps where parameters are many alone.
+    Waiting for each other costs about 3 us a step, and a thread without an image helps only where parameters are many.
     """
     macs = 3 * sum(stage.macs for stage in network.stages) * batch_size
     work = int(macs / (2 * target.lanes * SMALL_SHARE))

@@ -3,7 +3,7 @@
 Fused with ReLU and max-pool, on matrices. An image lies in its row as [row][column][channel] with its padding around
 it; what one pooled cell sees is a square *patch* of it. Forward: the patch's values are broadcast once into registers
 and used by every vector of filters, whose K * K * C weights are loaded once and serve all pixels of the window: 36
-multiply-adds per 9 loads for 3x3 kernels and 2x2 windows. Two vectors share what the registers do not hold.
+multiply-adds per 9 loads for 3x3 kernels and 2x2 windows. What does not stay in registers is read once for two vectors.
 
 Every filter has its own argmax, so for the gradient each lane needs another pixel of the patch at each tap; K * K * C
 accumulators stay in registers along a row of cells, in parts where there are more than registers. Gather methods:
