@@ -43,7 +43,7 @@ POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inli
 def command(arguments: Sequence[str]) -> None:
     """Serve the page of `cnnexp draw RUN` until Ctrl-C, print its address, and open it where there is a screen.
 
-    It raises as `resume.find_run` and `Classifier`, and ConfigError where the model takes no pictures.
+    Raises as `resume.find_run` and `Classifier`; ConfigError: not one argument, or the model takes no pictures.
     """
     if len(arguments) != 1 or arguments[0].startswith("-"):
         raise ConfigError("draw: give a run: its folder, its id, latest or best")

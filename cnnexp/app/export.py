@@ -19,7 +19,7 @@ AGREES = 1e-4  # by more, and the file is wrong: scores of hundreds, as noise ma
 def command(arguments: Sequence[str]) -> None:
     """Write the ONNX file of `cnnexp export RUN [FILE]`, by default into the run's folder, and say what it takes.
 
-    It raises as `resume.find_run` and `Classifier`, and BackendUnavailable without onnx or onnxruntime.
+    Raises as `resume.find_run` and `Classifier`; ConfigError: not one or two arguments; BackendUnavailable: no onnx.
     """
     if not 1 <= len(arguments) <= 2 or any(word.startswith("-") for word in arguments):
         raise ConfigError("export: give a run, and a file where it is not to lie in the run's folder: RUN [FILE.onnx]")
