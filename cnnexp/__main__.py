@@ -118,10 +118,9 @@ def _dispatch(arguments: list[str]) -> None:
         arguments = sys.argv[1:] = [*arguments[1:2], "--help"]
     if arguments and re.fullmatch(r"[a-z][a-z_-]*", arguments[0]) and arguments[0] not in COMMANDS:
         legal = ("help", *COMMANDS)
-        raise ConfigError(
-            f"{arguments[0]}: no such command; legal: {', '.join(legal)}{did_you_mean(arguments[0], legal)}; "
-            "a run takes GROUP=NAME and GROUP.KEY=VALUE alone"
-        )
+        known = f"{', '.join(legal)}{did_you_mean(arguments[0], legal)}"
+        takes = "a run takes GROUP=NAME and GROUP.KEY=VALUE alone"
+        raise ConfigError(f"{arguments[0]}: no such command; legal: {known}; {takes}")
     if arguments and arguments[0] in COMMANDS:
         usage, does = COMMANDS[arguments[0]]
         gc.enable()

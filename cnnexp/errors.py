@@ -100,8 +100,7 @@ def explained(error: Exception, *folders: Path) -> CnnexpError:
         why = os.strerror(lacking.errno)
         return CnnexpError(f"{where}{why}; runs write to hydra.run.dir=FOLDER and tracking.uri=STORE")
     text = "".join(traceback.format_exception(error))
-    said = " ".join(str(error).split())[:MOST_SAID]
-    line = f"unexpected {type(error).__name__}: {said}"
+    line = f"unexpected {type(error).__name__}: {' '.join(str(error).split())[:MOST_SAID]}"
     if isinstance(error, MemoryError):
         line = "out of memory; lower trainer.batch_size, the size of the model or the data set"
     for folder in (*folders, Path(tempfile.gettempdir())):

@@ -121,8 +121,7 @@ class RMSprop(Optimizer):
             s = alpha * s + rest * g * g
             step = g / (sqrt(s) + eps)
             if has_momentum:
-                t = momentum * t + step
-                step = t
+                step = t = momentum * t + step
             return w - rate * step, s, t
 
         return rmsprop

@@ -251,10 +251,9 @@ def check_layer(layer: Elementwise) -> None:
         legal = off <= DERIVATIVE_ALLOWED * (np.abs(slope) + np.abs(slope).max() / 10) + 1e-9
         if not (layer.surrogate or legal.all()):
             at = int(np.where(legal, -1.0, off).argmax())
-            raise NetworkError(
-                f"its derivative is wrong at {(~legal).sum()} of {len(POINTS)} points: {given[at]:.4g} at x = "
-                f"{POINTS[at]:.3g}, where differences of its rule give {slope[at]:.4g}; surrogate = True if it is meant"
-            )
+            found = f"{(~legal).sum()} of {len(POINTS)} points: {given[at]:.4g} at x = {POINTS[at]:.3g}"
+            right = f"differences of its rule give {slope[at]:.4g}; surrogate = True if it is meant"
+            raise NetworkError(f"its derivative is wrong at {found}, where {right}")
 
 
 def check_optimizer(optimizer: Optimizer) -> None:

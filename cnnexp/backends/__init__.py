@@ -53,8 +53,6 @@ def backend(name: str, **options: Any) -> Backend:
     legal = [field.name for field in dataclasses.fields(cls) if field.init]  # type: ignore[arg-type]
     for key, value in options.items():
         if key not in legal:
-            known = ", ".join(legal) or "none"
-            raise ConfigError(
-                f"backend.{key}={value!r}: unknown key of {name}; legal: {known}{did_you_mean(key, legal)}"
-            )
+            known, near = ", ".join(legal) or "none", did_you_mean(key, legal)
+            raise ConfigError(f"backend.{key}={value!r}: unknown key of {name}; legal: {known}{near}")
     return cls(**options)

@@ -14,7 +14,6 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
-import importlib
 import importlib.util
 import json
 import logging
@@ -91,11 +90,10 @@ def _asked_llvm() -> tuple[str, str, dict[str, bool]]:
 
 def _cpu_facts() -> list[str]:
     """Return what Linux states of the first x86-64 core, but for what changes; empty elsewhere."""
-    if platform.machine() != "x86_64":
-        return []
-    with contextlib.suppress(OSError), Path("/proc/cpuinfo").open() as file:
-        stated = file.read(CPU_TEXT).split("\n\n")[0].splitlines()
-        return [line for line in stated if line.partition("\t")[0] in CPU_FACTS]
+    if platform.machine() == "x86_64":
+        with contextlib.suppress(OSError), Path("/proc/cpuinfo").open() as file:
+            stated = file.read(CPU_TEXT).split("\n\n")[0].splitlines()
+            return [line for line in stated if line.partition("\t")[0] in CPU_FACTS]
     return []
 
 

@@ -37,10 +37,8 @@ def need_compiler() -> None:
     """Raise BackendUnavailable where the environment has Numba compile nothing: our kernels are not for Python."""
     disabled = os.environ.get("NUMBA_DISABLE_JIT", "0")
     if disabled not in ("", "0"):
-        raise BackendUnavailable(
-            f"backend: NUMBA_DISABLE_JIT={disabled} is set, so Numba compiles nothing; unset it, or use backend=numpy "
-            "and trainer.baseline=null"
-        )
+        instead = "unset it, or use backend=numpy and trainer.baseline=null"
+        raise BackendUnavailable(f"backend: NUMBA_DISABLE_JIT={disabled} is set, so Numba compiles nothing; {instead}")
 
 
 @dataclass(frozen=True)
@@ -72,9 +70,8 @@ class ThreadedBackend(HostBackend):
         if self.threads is None:
             object.__setattr__(self, "threads", cores)
         elif not 1 <= self.threads <= cores:
-            raise ConfigError(
-                f"backend.threads={self.threads}: must be 1 to {cores}, the cores this process may use, or null"
-            )
+            legal = f"1 to {cores}, the cores this process may use, or null"
+            raise ConfigError(f"backend.threads={self.threads}: must be {legal}")
 
     @property
     def thread_count(self) -> int:
@@ -93,12 +90,9 @@ class HostOps:
         return np.full(shape, 0, dtype)
 
     def saved(self, stage: Stage, batch_size: int) -> np.ndarray | None:
-        match stage.layer:
-            case MaxPool2d():
-                return self.empty((batch_size, *stage.output_shape), np.int32)
-            case BatchNorm2d():
-                return self.empty((2, stage.output_shape[2]), np.float32)
-        return None
+        if isinstance(stage.layer, MaxPool2d):
+            return self.empty((batch_size, *stage.output_shape), np.int32)
+        return self.empty((2, stage.output_shape[2]), np.float32) if isinstance(stage.layer, BatchNorm2d) else None
 
     def to_device(self, array: np.ndarray) -> np.ndarray:
         return array

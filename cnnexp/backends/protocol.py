@@ -40,9 +40,7 @@ class AnyArray(Protocol):
 
     @property
     def shape(self) -> tuple[int, ...]: ...
-
     def __getitem__(self, part: slice, /) -> Any: ...
-
     def reshape(self, shape: tuple[int, ...], /) -> Any: ...
 
 

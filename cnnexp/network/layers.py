@@ -158,10 +158,7 @@ Pool = MaxPool2d | AvgPool2d | GlobalAvgPool
 Layer = Conv2d | Elementwise | Pool | Flatten | Linear | Dropout | BatchNorm2d | Residual | Structural
 """What stands in a network."""
 
-_KINDS: tuple[type[Layer], ...] = (
-    *(Conv2d, *ELEMENTWISE),
-    *(MaxPool2d, AvgPool2d, GlobalAvgPool, Flatten, Linear, Dropout, BatchNorm2d, Residual),
-)
+_KINDS = (Conv2d, *ELEMENTWISE, MaxPool2d, AvgPool2d, GlobalAvgPool, Flatten, Linear, Dropout, BatchNorm2d, Residual)
 LAYERS: Registry[Layer] = Registry("layer", {cls.__name__: cls for cls in _KINDS})
 """By the name that a config gives, the class's own; a plugin may add elementwise and structural layers."""
 

@@ -22,10 +22,11 @@ VARIANCE_FLOOR = np.float32(1e-12)
 
 LossName = Literal["softmax_cross_entropy", "binary_cross_entropy", "mean_squared_error"]
 NAMES: tuple[LossName, ...] = get_args(LossName)
+Array = np.ndarray
 Rule = Callable[[Any, Any, Any, Any], tuple[Any, Any]]
 """(scores, label, scale, d_scores) -> (loss, hit), of one image: see `Loss.rule`."""
-Weights = tuple[tuple[np.float32, ...], bool]
-"""Of the classes, and whether there are any. A tuple, which compiled code has no need to load from memory."""
+Weights = tuple[np.float32, ...]
+"""Of the classes. A tuple, which compiled code has no need to load from memory."""
 
 
 @dataclass(frozen=True)
@@ -77,14 +78,14 @@ class Loss:
         It is given scores (outputs,), the label, a factor on the gradient, and where the gradient goes (outputs,); and
         returns the loss and whether the image was classified right. `log(0)` and `log1p(-1)` are -infinity.
         """
-        weights = tuple(map(np.float32, self.class_weights or (1.0,))), bool(self.class_weights)
+        weights, is_weighted = tuple(map(np.float32, self.class_weights or (1.0,))), bool(self.class_weights)
         match self.name:
             case "softmax_cross_entropy":
-                return _softmax_rule(outputs, weights, np.float32(self.label_smoothing), exp, log)
+                return _softmax_rule(outputs, weights, is_weighted, np.float32(self.label_smoothing), exp, log)
             case "binary_cross_entropy":
-                return _binary_rule(weights, log, log1p)
+                return _binary_rule(weights, is_weighted, log, log1p)
             case "mean_squared_error":
-                return _squares_rule(outputs, weights)
+                return _squares_rule(outputs, weights, is_weighted)
             case _:
                 assert_never(self.name)
 
@@ -92,8 +93,9 @@ class Loss:
 Loss.SOFTMAX_CROSS_ENTROPY, Loss.BINARY_CROSS_ENTROPY, Loss.MEAN_SQUARED_ERROR = map(Loss, NAMES)
 
 
-def _softmax_rule(outputs: int, given: Weights, smoothing: np.float32, exp: Callable, log: Callable) -> Rule:
-    weights, is_weighted = given
+def _softmax_rule(
+    outputs: int, weights: Weights, is_weighted: bool, smoothing: np.float32, exp: Callable, log: Callable
+) -> Rule:
     is_smooth, share, rest = bool(smoothing), np.float32(smoothing / outputs), ONE - smoothing
 
     def softmax_cross_entropy(scores: Any, label: Any, scale: Any, d_scores: Any) -> tuple[Any, Any]:
@@ -119,9 +121,7 @@ def _softmax_rule(outputs: int, given: Weights, smoothing: np.float32, exp: Call
     return softmax_cross_entropy
 
 
-def _binary_rule(given: Weights, log: Callable, log1p: Callable) -> Rule:
-    weights, is_weighted = given
-
+def _binary_rule(weights: Weights, is_weighted: bool, log: Callable, log1p: Callable) -> Rule:
     def binary_cross_entropy(scores: Any, label: Any, scale: Any, d_scores: Any) -> tuple[Any, Any]:
         p, is_one = scores[0], label == 1
         log_p, log_q, variance, target = log(p), log1p(-p), p * (ONE - p), ONE if is_one else ZERO
@@ -138,8 +138,7 @@ def _binary_rule(given: Weights, log: Callable, log1p: Callable) -> Rule:
     return binary_cross_entropy
 
 
-def _squares_rule(outputs: int, given: Weights) -> Rule:
-    weights, is_weighted = given
+def _squares_rule(outputs: int, weights: Weights, is_weighted: bool) -> Rule:
     share = np.float32(1 / outputs)
 
     def mean_squared_error(scores: Any, label: Any, scale: Any, d_scores: Any) -> tuple[Any, Any]:
@@ -192,13 +191,7 @@ def check_loss(network: Network, loss: Loss, classes: int | None = None) -> None
 
 
 def compute(
-    loss: Loss,
-    scores: np.ndarray,
-    labels: np.ndarray,
-    scale: np.float32,
-    d_scores: np.ndarray,
-    losses: np.ndarray,
-    hits: np.ndarray,
+    loss: Loss, scores: Array, labels: Array, scale: np.float32, d_scores: Array, losses: Array, hits: Array
 ) -> None:
     """Fill the gradient, the loss and the hit of every image n; t_o is 1 where o is its label, else 0.
 

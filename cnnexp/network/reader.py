@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,12 +20,7 @@ from cnnexp.errors import MOST_SAID, NetworkError
 from cnnexp.network import Layer, Network, Shape
 from cnnexp.network.shapes import infer_stages, window_count
 
-NATIVE: Mapping[type[net.Elementwise], str] = {
-    net.ReLU: "Relu",
-    net.LeakyReLU: "LeakyRelu",
-    net.Sigmoid: "Sigmoid",
-    net.Tanh: "Tanh",
-}
+NATIVE: Mapping[type, str] = {net.ReLU: "Relu", net.LeakyReLU: "LeakyRelu", net.Sigmoid: "Sigmoid", net.Tanh: "Tanh"}
 """ONNX's own operator of an elementwise layer."""
 CHANNELS_FIRST, CHANNELS_LAST = (0, 3, 1, 2), (0, 1, 2, 3)
 FEW = 64  # numbers of a constant that is computed with: a shape, or a factor
@@ -143,16 +139,14 @@ class _Reader:
             few = operator in VIEWS or all(x.size <= FEW for x in inputs if folds)
             self.need(few, "computes with large constants", "weights as they are")
             try:
-                if folds:
-                    made = np.asarray(FOLDS[operator](*inputs, **node.attributes))
-                else:
-                    made = HANDLERS[operator](self, *inputs, **node.attributes)
+                call = FOLDS[operator] if folds else partial(HANDLERS[operator], self)
+                made = call(*inputs, **node.attributes)
             except NetworkError:
                 raise
             except Exception as error:  # attributes and shapes may be anything
                 said = " ".join(str(error).split())[:MOST_SAID]
                 self.need(False, f"its inputs or attributes: {said}", "what ONNX defines for the operator")
-            self._values[node.outputs[0]] = made
+            self._values[node.outputs[0]] = np.asarray(made) if folds else made
         value = self.value(self._values.get(self.graph.made), ended=True)
         self.need(value.order is None, "the scores stand in the order of an image", "a Gemm after the Flatten")
         return Found(*_collect(_path(value.point, None)[1:]), tuple(dict.fromkeys(self.dropped)))

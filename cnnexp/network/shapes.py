@@ -406,9 +406,7 @@ def _slide_pool(where: str, shape: Shape, pool: int, stride: int, padding: str |
     return window, counts
 
 
-def _slide(
-    where: str, shape: Shape, window: int, stride: int, padding: str | int, noun: str
-) -> tuple[Window, tuple[int, int]]:
+def _slide(where: str, shape: Shape, window: int, stride: int, padding: str | int, noun: str) -> tuple[Window, Shape]:
     """Return how windows slide over an image, and how many there are down and across."""
     if not (padding in PADDINGS or _floors(padding) if isinstance(padding, str) else _whole(padding, 0)):
         legal = f"{', '.join(PADDINGS)}, floor+PIXELS"

@@ -119,8 +119,7 @@ def _translate(node: Any) -> tuple[str, Sequence[Any], dict[str, Any]]:
     if (schema := getattr(node.target, "_schema", None)) is None:
         return str(node.target), (), {}
     given = {a.name: a.default_value for a in schema.arguments if a.has_default_value()}
-    given.update(zip((a.name for a in schema.arguments), node.args, strict=False))
-    given.update(node.kwargs)
+    given.update(zip((a.name for a in schema.arguments), node.args, strict=False), **node.kwargs)
     kind = schema.name.removeprefix("aten::").rstrip("_")
     if kind in ALIKE and given.get("alpha", 1) == 1:
         return ALIKE[kind], [given[name] for name in ("self", "other") if name in given], {}

@@ -31,10 +31,8 @@ def need(parts: Iterable[Part]) -> None:
     wanted, (there, limit) = sum(part.bytes for part in parts), available()
     if wanted > there:
         largest = max(parts, key=lambda part: part.bytes)
-        raise OutOfMemory(
-            f"needs {wanted} bytes ({show(wanted)}) of memory, {show(largest.bytes)} of them for {largest.what}; "
-            f"{show(there)} can be had ({limit}); lower {largest.key}"
-        )
+        needs = f"needs {wanted} bytes ({show(wanted)}) of memory, {show(largest.bytes)} of them for {largest.what}"
+        raise OutOfMemory(f"{needs}; {show(there)} can be had ({limit}); lower {largest.key}")
 
 
 def available() -> tuple[float, str]:

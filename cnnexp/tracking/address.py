@@ -30,10 +30,9 @@ def store_uri(uri: str | None) -> str:
         why = "" if may_hold_secret(uri) else f": {error}"  # which repeats a part of it
         raise ConfigError(f"tracking.uri={text!r}: no address of a store{why}") from error
     if scheme not in SCHEMES:
-        raise ConfigError(
-            f"tracking.uri={text!r}: must start with one of {', '.join(SCHEMES)}, e.g. sqlite:///path/to/mlflow.db or "
-            f"http://host:5000{did_you_mean(scheme, SCHEMES) if '://' in uri else ''}"
-        )
+        legal = f"{', '.join(SCHEMES)}, e.g. sqlite:///path/to/mlflow.db or http://host:5000"
+        meant = did_you_mean(scheme, SCHEMES) if "://" in uri else ""
+        raise ConfigError(f"tracking.uri={text!r}: must start with one of {legal}{meant}")
     if scheme == "sqlite":
         if database_of(uri).name in ("", ":memory:"):
             raise ConfigError(f"tracking.uri={uri!r}: names no file; write sqlite:///path/to/mlflow.db")

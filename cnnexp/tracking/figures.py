@@ -22,8 +22,7 @@ logging.getLogger("matplotlib.font_manager").setLevel(logging.ERROR)  # else it 
 
 DPI = 100
 SMALLEST_SHARE = 0.002  # of the wall time, for an entry of a ledger to have a bar of its own
-TITLE_POINTS, TITLE_LINE_IN = 10, 0.17
-MOST_TITLE_LINES = 3
+TITLE_POINTS, TITLE_LINE_IN, MOST_TITLE_LINES = 10, 0.17, 3
 MOST_OF_CLASS = 16  # letters of a class's name
 CELLS_WITH_NUMBERS = 20  # a confusion matrix of more classes shows colours alone
 
@@ -42,10 +41,9 @@ def draw_sweep(folder: Path, rows: Sequence[Mapping[str, Any]], varied: Sequence
 
     A row is a finished job's: what varied, and metrics, by name. The last of `varied` with numbers alone is the x axis.
     """
-    for name, metric, label in (
-        ("epoch_time", "time/median_epoch_s", "median epoch time (s)"),
-        ("speedup", "speedup/median", "speedup over the baseline"),
-    ):
+    times = "epoch_time", "time/median_epoch_s", "median epoch time (s)"
+    speedups = "speedup", "speedup/median", "speedup over the baseline"
+    for name, metric, label in (times, speedups):
         if measured := [row for row in rows if metric in row]:
             save(comparison(measured, varied, metric, label), folder / f"{name}.png")
 
@@ -186,9 +184,8 @@ def curves(epochs: Sequence[Mapping[str, float]]) -> Figure:
 def _plot_splits(panels: Sequence[Axes], epochs: Sequence[Mapping[str, float]], x: str, marker: str) -> None:
     for axes, metric in zip(panels, ("loss", "accuracy"), strict=True):
         for split in ("train", "validation", "test"):
-            if f"{split}/{metric}" in epochs[0]:
-                values = column_of(epochs, f"{split}/{metric}")
-                axes.plot(column_of(epochs, "epoch"), values, marker=marker, label=split)
+            if (key := f"{split}/{metric}") in epochs[0]:
+                axes.plot(column_of(epochs, "epoch"), column_of(epochs, key), marker=marker, label=split)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         label_axes(axes, x, metric)
 

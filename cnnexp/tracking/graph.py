@@ -33,8 +33,7 @@ def build(network: net.Network, loss: Loss, state: State, pixels: str, classes: 
     Its input is `images` (N, *input_shape) of the dtype `pixels`, `uint8` standing for value / 255; its output is
     `probabilities` float32 (N, classes); the names of the classes, in this order, are in its metadata, as JSON.
     """
-    writer = _Writer(state)
-    x = INPUT
+    writer, x = _Writer(state), INPUT
     if pixels == "uint8":
         x = writer.add("Div", writer.add("Cast", x, to=TensorProto.FLOAT), writer.constant(np.float32(255)))
     if len(network.input_shape) == 3:
@@ -60,9 +59,7 @@ class _Writer:
     """Puts one node after another, with the parameters of a state; a value is the name of the node that gives it."""
 
     def __init__(self, state: State) -> None:
-        self._state = state
-        self.nodes: list[onnx.NodeProto] = []
-        self.tensors: list[onnx.TensorProto] = []
+        self._state, self.nodes, self.tensors = state, list[onnx.NodeProto](), list[onnx.TensorProto]()
 
     def add(self, operator: str, *inputs: str, name: str | None = None, **attributes: Any) -> str:
         name = name or f"{operator.lower()}_{len(self.nodes)}"

@@ -105,10 +105,8 @@ class Record(ABC):
                 with contextlib.suppress(OSError):  # a folder that nobody can write to
                     locks.callback(RunLock(Path(earlier)).release)
             if not goes_on and holds_run(self.folder):
-                raise ConfigError(
-                    f"{self.key}={self.folder}: holds another run; choose another folder, or go on with that run by "
-                    "trainer.resume=auto"
-                )
+                advice = "choose another folder, or go on with that run by trainer.resume=auto"
+                raise ConfigError(f"{self.key}={self.folder}: holds another run; {advice}")
             return locks.pop_all()
 
     def _begin(self, tags: Mapping[str, str], params: Mapping[str, str], **more: Any) -> None:
@@ -198,16 +196,11 @@ class Run(Record, Observer, contextlib.AbstractContextManager["Run"]):
             (self.folder / CONFIG).write_text(json.dumps(self._config, indent=2) + "\n", encoding="utf-8")
         self._dataset, self.epochs, self.parts = dataset, [], {}
         self.metrics["model/parameters"] = network.parameter_count
-        tags = {
-            **{group: str(self._config[group]["name"]) for group in ("backend", "model", "dataset", "optimizer")},
-            "seed": str(self._config["trainer"]["seed"]),
-            "device": backend.device_name,
-            "threads": str(backend.threads),
-            "workers": str(workers),
-            "timing.contended": str(self.contended).lower(),
-            **({"plugins": os.environ[VARIABLE]} if os.environ.get(VARIABLE) else {}),
-            **backend.facts,  # of a GPU: what it can do, driver and toolkit
-        }
+        names = {group: str(self._config[group]["name"]) for group in ("backend", "model", "dataset", "optimizer")}
+        run = {"seed": str(self._config["trainer"]["seed"]), "timing.contended": str(self.contended).lower()}
+        place = {"device": backend.device_name, "threads": str(backend.threads), "workers": str(workers)}
+        plugins = {"plugins": os.environ[VARIABLE]} if os.environ.get(VARIABLE) else {}
+        tags = {**names, **run, **place, **plugins, **backend.facts}  # facts of a GPU: what it can do, driver, toolkit
         splits = {name: getattr(dataset, name) for name in ("train", "test", "validation")}
         sizes = {name: len(split.labels) for name, split in splits.items() if split is not None}
         described = {"name": dataset.name, "sha256": dataset.sha256, "source": dataset.source, "profile": sizes}
@@ -235,15 +228,10 @@ class Run(Record, Observer, contextlib.AbstractContextManager["Run"]):
     @property
     def facts(self) -> dict[str, Any]:
         """What names this run and its data, for a reader of its checkpoints."""
-        return {
-            "name": self.name,
-            "config_hash": self._hash,
-            "run_id": self.id,
-            "classes": list(self._dataset.classes),
-            "pixels": str(self._dataset.train.images.dtype),
-            "look": self._look,
-            "plugins": files("layer"),
-        }
+        run = {"name": self.name, "config_hash": self._hash, "run_id": self.id}
+        pixels = str(self._dataset.train.images.dtype)
+        data = {"classes": list(self._dataset.classes), "pixels": pixels, "look": self._look}
+        return {**run, **data, "plugins": files("layer")}
 
     def resume(self, history: Sequence[EpochResult]) -> None:
         """Take over the epochs that an earlier process has trained, the first of this run to the last."""
@@ -302,10 +290,8 @@ class Run(Record, Observer, contextlib.AbstractContextManager["Run"]):
                 self._summarize(status)
             self._end(status, drawn=status == "FINISHED")
         if self.lost is not None and error is None:
-            raise TrackingError(
-                f"{self.lost}; all {len(self.epochs)} epochs are in {self.folder / JOURNAL}; "
-                f"{environment.program_name()} sync {self.folder} sends them"
-            )
+            advice = f"{environment.program_name()} sync {self.folder} sends them"
+            raise TrackingError(f"{self.lost}; all {len(self.epochs)} epochs are in {self.folder / JOURNAL}; {advice}")
 
     def _summarize(self, status: str) -> None:
         """Come to the results of the epochs, of which there is one at least."""

@@ -73,10 +73,8 @@ class Classifier:
         if len(shape) != 3 or shape[2] not in (1, 3):
             raise ConfigError(f"{given}the model takes inputs of shape {shape}, no pictures; give a dataset=NAME")
         if self.pixels != "uint8":
-            raise ConfigError(
-                f"{given}the model was trained on floating-point images, whose scale no picture file has; give them as "
-                "dataset=npz dataset.path=FILE"
-            )
+            why = "the model was trained on floating-point images, whose scale no picture file has"
+            raise ConfigError(f"{given}{why}; give them as dataset=npz dataset.path=FILE")
 
     def predict(self, images: Images) -> np.ndarray:
         """Return the probability of each class, float32 (N, classes).
@@ -108,10 +106,8 @@ class Classifier:
         return self._program.outputs(self._program.load(images, np.zeros(len(images), np.int32)))
 
     def _as_array(self, images: Images) -> np.ndarray:
-        if isinstance(images, str):
-            images = [images]
         try:
-            array = np.asarray(images)
+            array = np.asarray([images] if isinstance(images, str) else images)
         except ValueError as error:  # lists of lists of several lengths
             raise DataError("images of several shapes: give them all in the model's") from error
         if array.dtype.kind == "U" and array.ndim == 1:
@@ -144,10 +140,8 @@ class Served:
             found, classes = self.classifier.predict(images), self.classifier.classes
         except CnnexpError as error:
             raise _refusal(str(error)) from error
-        return [
-            {"class": classes[row.argmax()], "probabilities": dict(zip(classes, row.tolist(), strict=True))}
-            for row in found
-        ]
+        answers = ((classes[row.argmax()], dict(zip(classes, row.tolist(), strict=True))) for row in found)
+        return [{"class": best, "probabilities": by_class} for best, by_class in answers]
 
 
 def _refusal(text: str) -> Exception:

@@ -68,8 +68,7 @@ class Recorder:
         self._opening = {"uri": uri, "experiment": experiment}
         self._store = f"tracking.uri={without_secrets(uri)}"
         self._death = f"{self._store}: the recorder process has died"
-        self._ids = itertools.count()
-        self._deaths, self._slow = 0, False
+        self._ids, self._deaths, self._slow = itertools.count(), 0, False
         self._folder: Path | None = None  # that was looked into last
         self._look: Future[Any] | None = None
         self._start()
@@ -148,10 +147,8 @@ class Recorder:
         try:
             self._process = early if early is not None and early.poll() is None else _start_process()
         except OSError as error:
-            raise TrackingError(
-                f"{self._store}: the recorder process cannot be started: {reason_of(error)}; tracking=none does "
-                "without one"
-            ) from error
+            why = f"the recorder process cannot be started: {reason_of(error)}"
+            raise TrackingError(f"{self._store}: {why}; tracking=none does without one") from error
         self._waiting: dict[int, Future[Any]] = {}
         self._alive, self._lock = True, threading.Lock()
         lines = cast(IO[str], self._process.stdout)
@@ -160,8 +157,7 @@ class Recorder:
         self._send("open", self._opening)
 
     def _send(self, method: str, arguments: Mapping[str, Any]) -> Future[Any]:
-        answer: Future[Any] = Future()
-        call_id = next(self._ids)
+        call_id, answer = next(self._ids), Future[Any]()
         with self._lock:
             if not self._alive:
                 answer.set_exception(RecorderDied(self._death))

@@ -191,8 +191,7 @@ class Store:
         facts, begin = journal.facts, journal.facts["begin"]
         with self._explained("cannot be written"):
             if journal.run_id is None or journal.key != begin["key"]:
-                journal.run_id = self.begin(**begin, is_live=not has_ended)
-                journal.key = begin["key"]
+                journal.run_id, journal.key = self.begin(**begin, is_live=not has_ended), begin["key"]
             run_id = journal.run_id
             metrics: list[Metric] = []
             for epoch in journal.unsent:
@@ -274,11 +273,9 @@ class Store:
                 if (found := self._client.get_experiment_by_name(name)) is None:
                     raise
         if found.lifecycle_stage == "deleted":
-            raise TrackingError(
-                f"tracking.experiment={name!r}: deleted in this store; choose another name or restore it with "
-                f"MLFLOW_TRACKING_URI={without_secrets(self._uri)} mlflow experiments restore "
-                f"--experiment-id {found.experiment_id}"
-            )
+            command = f"MLFLOW_TRACKING_URI={without_secrets(self._uri)} mlflow experiments restore"
+            advice = f"choose another name or restore it with {command} --experiment-id {found.experiment_id}"
+            raise TrackingError(f"tracking.experiment={name!r}: deleted in this store; {advice}")
         for key, value in tags.items() - found.tags.items():  # made by hand, or by an older cnnexp
             self._client.set_experiment_tag(found.experiment_id, key, value)
         return found.experiment_id

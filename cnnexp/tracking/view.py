@@ -55,8 +55,7 @@ LINES = ("test/accuracy", "train/loss")
 SECTION = "How much faster"
 ALL_RUNS = {"startTime": "ALL", "lifecycleFilter": "Active", "modelVersionFilter": "All Runs", "datasetsFilter": []}
 SHOWN = {"display": True, "isReordered": True, "columns": 2, "cardHeight": 640}
-CURVES = "figures/curves.png"
-NOTE = "mlflow.note.content"
+NOTE, CURVES = "mlflow.note.content", "figures/curves.png"
 MODE = "workflowType=machine_learning"  # without it the page may open for GenAI, on traces
 
 

@@ -173,10 +173,9 @@ def _hear(connection: socket.socket, member: _Watched) -> list[str]:
 
 def _receive(connection: socket.socket) -> bytes:
     """Return what has been said, nothing if the other end is gone."""
-    try:
+    with contextlib.suppress(OSError):
         return connection.recv(LINE_BYTES)
-    except OSError:
-        return b""
+    return b""
 
 
 def main() -> None:

@@ -215,9 +215,8 @@ def compile_local(spec: Spec, count: int, timeout_s: float) -> ParallelProgram:
 
 def _start(shared: SharedBuffer, rank: int, spec: Spec, timeout_s: float) -> _Child:
     failure, writer = _CONTEXT.Pipe(duplex=False)
-    process = _CONTEXT.Process(
-        target=_work, args=(shared, rank, spec, timeout_s, writer), name=f"cnnexp-worker-{rank}", daemon=True
-    )
+    given = shared, rank, spec, timeout_s, writer
+    process = _CONTEXT.Process(target=_work, args=given, name=f"cnnexp-worker-{rank}", daemon=True)
     before = set(psutil.Process().children())
     try:
         process.start()

@@ -61,9 +61,8 @@ class Session:
             from mpi4py import MPI
         except (ImportError, RuntimeError) as error:  # no mpi4py, or no library of an MPI
             raise BackendUnavailable(f"workers=mpi: needs mpi4py and an MPI; {installing('mpi')}") from error
-        self.comm = MPI.COMM_WORLD
+        self.comm, self.broken = MPI.COMM_WORLD, False
         self.collective = MpiCollective(self.comm, MPI)
-        self.broken = False
         size, rank = self.comm.size, self.comm.rank
         address = start_guard(size, reachable=self.collective.host_size < size) if rank == 0 else None
         self.member = Member(self.comm.bcast(address), rank, lambda: os._exit(WorkerDied.exit_code))

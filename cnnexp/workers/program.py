@@ -87,11 +87,8 @@ class ParallelProgram(Program[int]):
         spec, prediction = self._spec, self._prediction
         assert prediction is not None  # `measure` made it
         given = prediction.costs, spec.network, prediction.training.images, spec.batch_size
-        return [
-            row
-            for sync, period in {spec.sync: spec.period, "gradients": None}.items()
-            for row in cost_model.extrapolate(*given, self._exchanged(sync), sync, period)
-        ]
+        ways = {spec.sync: spec.period, "gradients": None}
+        return [row for way in ways for row in cost_model.extrapolate(*given, self._exchanged(way), way, ways[way])]
 
     def _exchanged(self, sync: str) -> int:
         """Return how many float32 numbers one average sends: the gradient, or parameters and optimizer state."""

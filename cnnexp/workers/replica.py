@@ -59,8 +59,7 @@ class Replica:
     def __init__(self, spec: Spec, collective: Collective, program: Program | None = None) -> None:
         self.program = program or spec.compile(shares(spec.batch_size, collective.size)[0])
         self.collective, self.batch_size = Timed(collective), spec.batch_size
-        self._splits: list[Loaded] = []
-        self._rows: dict[int, Any] = {}
+        self._splits, self._rows = list[Loaded](), dict[int, Any]()
         self._buffer = np.empty(self.program.network.parameter_count + 3, np.float32)  # a gradient, then totals
         self._train_s, self._communicate_s, self._images = 0.0, 0.0, 0
 
@@ -171,8 +170,7 @@ class ParameterReplica(Replica):
     def __init__(self, spec: Spec, collective: Collective) -> None:
         # batches of its own share: then many of them in one call fall apart into the right steps
         super().__init__(spec, collective, spec.compile(shares(spec.batch_size, collective.size)[collective.rank]))
-        self._period = spec.period
-        self._batches, self._seen = 0, 0
+        self._period, self._batches, self._seen = spec.period, 0, 0
         self._since = np.zeros((2, self.collective.size), np.int64)  # steps and images of each since the last average
 
     def restore(self, state: State) -> None:

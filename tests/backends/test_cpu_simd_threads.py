@@ -8,20 +8,7 @@ import pytest
 from backends.on_target import HOST, OnTarget
 from conformance import assert_same_state, check_case, make_case, started
 
-from cnnexp import (
-    GELU,
-    SGD,
-    Adam,
-    BatchNorm2d,
-    Conv2d,
-    Dropout,
-    Flatten,
-    Linear,
-    MaxPool2d,
-    Network,
-    ReLU,
-    Residual,
-)
+from cnnexp import GELU, SGD, Adam, BatchNorm2d, Conv2d, Dropout, Flatten, Linear, MaxPool2d, Network, ReLU, Residual
 from cnnexp.backends.simd.runtime.adaptive_threads import UNKNOWN_S, AdaptiveThreads
 from cnnexp.backends.simd.runtime.program import make_plan
 

@@ -29,10 +29,8 @@ try:
     import keras
     import tensorflow as tf
 except ImportError as error:
-    raise BackendUnavailable(
-        f"backend=keras: Keras on TensorFlow cannot be imported ({error}); {installing('keras')}"
-    ) from error
-
+    lacking = f"Keras on TensorFlow cannot be imported ({error}); {installing('keras')}"
+    raise BackendUnavailable(f"backend=keras: {lacking}") from error
 
 MATHS = net.Maths(tf.exp, tf.tanh, tf.math.erf, lambda a, b: tf.where(a < b, b, a), tf.where)
 OWN = (net.ReLU, net.Sigmoid, net.Tanh, net.GELU)
@@ -301,7 +299,6 @@ def set_threads(count: int) -> None:
             threading.set_intra_op_parallelism_threads(count)
             threading.set_inter_op_parallelism_threads(1)
         except RuntimeError as error:
-            raise BackendUnavailable(
-                f"backend.threads={count}: TensorFlow runs already with {threading.get_intra_op_parallelism_threads()} "
-                "threads in this process; run one number per process"
-            ) from error
+            running = f"TensorFlow runs already with {threading.get_intra_op_parallelism_threads()} threads"
+            instead = "in this process; run one number per process"
+            raise BackendUnavailable(f"backend.threads={count}: {running} {instead}") from error

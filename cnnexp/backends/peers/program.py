@@ -16,6 +16,8 @@ from cnnexp.network import Network
 from cnnexp.network.losses import Loss, Totals, check_loss
 from cnnexp.optimizers import Optimizer
 
+Scope = Callable[[], AbstractContextManager]
+
 
 class PeerProgram(Program):
     """A `Program` (see `protocol`) of a framework's tensors: a handle is the images and the labels as such.
@@ -26,12 +28,7 @@ class PeerProgram(Program):
     """
 
     def __init__(
-        self,
-        network: Network,
-        loss: Loss,
-        optimizer: Optimizer,
-        batch_size: int,
-        scope: Callable[[], AbstractContextManager] = contextlib.nullcontext,
+        self, network: Network, loss: Loss, optimizer: Optimizer, batch_size: int, scope: Scope = contextlib.nullcontext
     ) -> None:
         check_loss(network, loss)
         started = time.perf_counter()

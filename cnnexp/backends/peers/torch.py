@@ -117,8 +117,7 @@ class TorchProgram(PeerProgram):
         losses, hits = self._losses(scores, labels)
         mean = losses.mean()
         mean.backward()
-        gradients = [tensor.grad for tensor in self.tensors["parameters"]]
-        return mean.detach() * len(indices), hits.sum(), gradients
+        return mean.detach() * len(indices), hits.sum(), [tensor.grad for tensor in self.tensors["parameters"]]
 
     def _losses(self, scores: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the losses of the images, or their mean where all weigh alike; and which are right."""
