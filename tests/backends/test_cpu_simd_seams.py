@@ -11,7 +11,7 @@ from conformance import check_case, check_training, make_case, started
 from networks import NETWORKS
 
 from benchmarks.networks import NETWORKS as TIMED
-from cnnexp import SGD, Adam
+from cnnexp import SGD, Adam, Dropout
 from cnnexp.backends.simd.layouts import NHWC, Blocked
 from cnnexp.backends.simd.lowering import Plan
 from cnnexp.backends.simd.runtime.program import make_plan
@@ -33,6 +33,10 @@ FLATTENED = Network((7, 6, 3), (
     *SAME * 3, *NARROW, MaxPool2d(2, 1), Flatten(), Linear(3),
 ))  # fmt: skip
 POOLED = Network(*NETWORKS["batch_norm_pooled"])
+HEADED = Network((7, 6, 3), (
+    Conv2d(5, 3), BatchNorm2d(), Tanh(), MaxPool2d(2, 1), Flatten(), Dropout(0.2), Linear(37), ReLU(), Dropout(0.4),
+    Linear(29), Tanh(), Linear(3),
+))  # fmt: skip
 
 
 @pytest.mark.parametrize("name", [*NETWORKS, *TIMED])
@@ -67,7 +71,8 @@ def test_tiles_keep_what_a_seam_lies_across_and_no_more(name):
     assert {node.x.offset for node in normed} & {node.dy.offset for node in normed}
     for node in normed:
         assert min(node.x.offset, node.dy.offset) > 0
-        assert (node.y.offset < 0) == (node.name in again or not plan.nodes[plan.nodes.index(node) + 1].keeps_x)
+        after = plan.nodes[plan.nodes.index(node) + 1]
+        assert (node.y.offset < 0) == (node.name in again or not (after.keeps_x or after.algorithm == "together"))
         assert node.dx is None or node.dx.offset < 0
     ends = {}
     for tensor in {tensor for node in plan.nodes for tensor in (node.x, node.y, node.dy)}:
@@ -85,11 +90,19 @@ def test_convolutions_bring_near_what_the_next_tile_normalizes():
 
 
 @pytest.mark.parametrize("algorithm", ["lanes", "channels"])
-@pytest.mark.parametrize("network", [NORMED, FLATTENED, POOLED], ids=["normed", "flattened", "pooled"])
+@pytest.mark.parametrize("network", [NORMED, FLATTENED, POOLED, HEADED], ids=["normed", "flat", "pooled", "headed"])
 def test_training_in_tiles(network, algorithm):
     """Of 5 numbers or 35, the last vector has lanes to spare, which no weight may be trained by."""
     cpu = computed(network, TARGETS["sse"], algorithm)
     check_training(OnTarget(cpu, threads=3), make_case(network, images=35), Adam())
+
+
+def test_linear_layers_behind_the_last_seam_take_all_tiles_at_once():
+    plan = make_plan(HEADED, TARGETS["sse"], 12)
+    names = [name for name, _ in plan.forward]
+    after = names[names.index("linear1.together.forward") + 1 :]
+    assert after == [f"{name}.forward" for name in ("linear1", "dropout2", "linear2", "tanh2", "linear3")]
+    assert (len(plan.seams), plan.arena.images, plan.apart) == (4, 8, 60 * 37 + 37 * 29 + 29 * 3)
 
 
 @pytest.mark.parametrize("algorithm", ["lanes", "channels"])

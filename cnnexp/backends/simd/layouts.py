@@ -9,6 +9,7 @@ A reorder is a transposition of `lanes` x `lanes` blocks, a few hundred cycles a
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 from collections.abc import Callable, Iterator
@@ -208,6 +209,13 @@ class Arena:
         offset = Offset(self.size)
         self.size += round_up(floats, 16)
         return offset
+
+    def together(self, images: int, scratch: bool = True) -> Arena:
+        """Return this arena for what holds so many images, those of all tiles of a share, in the scratch buffer."""
+        rows = copy.copy(self)
+        rows.groups, rows.images = -(-images // self.lanes), images
+        rows.allocate = lambda floats, _=False: self.allocate(floats, scratch)  # type: ignore[assignment]
+        return rows
 
     def reuse(self, floats: int, first: int, last: int) -> Offset:
         """Return the offset of room in the scratch buffer that nothing else has from the first step to the last."""

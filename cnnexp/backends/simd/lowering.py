@@ -6,6 +6,7 @@ Then it asks every node for its forward and backward kernels.
 from __future__ import annotations
 
 import contextlib
+import copy
 import io
 import math
 import pickle
@@ -23,11 +24,15 @@ from cnnexp.backends.simd.algorithms.cost import MACS, Work
 from cnnexp.backends.simd.algorithms.dropout import DropoutNode
 from cnnexp.backends.simd.algorithms.elementwise import ElementwiseNode
 from cnnexp.backends.simd.algorithms.gather import gather_lanes, gather_rows
+from cnnexp.backends.simd.algorithms.linear.dense import Dense
+from cnnexp.backends.simd.algorithms.linear.together import Together
+from cnnexp.backends.simd.algorithms.linear.wide import Wide
 from cnnexp.backends.simd.algorithms.node import Node
 from cnnexp.backends.simd.algorithms.residual import Split, Sum
 from cnnexp.backends.simd.algorithms.update import own_arena
 from cnnexp.backends.simd.compiler.clocks import Clocks
 from cnnexp.backends.simd.compiler.emit import BYTE, FLOAT, INDEX, Emitter, Kernel, Kernels, Offset, Target
+from cnnexp.backends.simd.general import General
 from cnnexp.backends.simd.layouts import NC, NHWC, Arena, Blocked, Halo, Parameters, Tensor, clear_halo
 from cnnexp.backends.simd.planner import choose_nodes, works
 from cnnexp.network import Network, Parameter, Shape, Stage
@@ -62,9 +67,10 @@ class Plan:
         nodes: first to last. target, arena, parameters, clocks, share, owns: see `Layout`.
         least: the least share that has this plan.
         vectors: of images that go through the layers at once; a part of one where no kernel takes it whole.
+        apart: floats of the weights that no tile reads, but all of a share together.
         step_parts: the numbers of the parts in `STEP`.
         scores, d_scores: output of the network and its gradient, one image per row.
-        dropouts: those of the nodes that draw random numbers. draws: kernels that begin to, see `DropoutNode.draw`.
+        dropouts: the nodes that draw. draws: kernels that begin to, of a tile and of all: see `DropoutNode.draw`.
         gather: kernels that bring images in, by the type of their pixels (`uint8`, `float32`).
         forward, backward: kernels in order. setup: of those that predict, what runs once for the same parameters.
         gradients: what adds to the gradients of owned weights, after `backward`.
@@ -92,9 +98,10 @@ class Plan:
         images = most if whole else max(self.share, few)
         self.arena, self.parameters = Arena(target.lanes, groups, images), Parameters(target.lanes)
         self.clocks, self._again = Clocks(target), dict[int, list[Node]]()
+        self._put_together(share)
         self._allocate(network, nodes)
         for node in nodes:
-            node.prepare(self)
+            node.prepare(self._of(node))
         self.arena.shared = self.arena.allocate(self.arena.needed, scratch=bool(self._cuts))
         self.brought = self._bring() if self._cuts and not self.owns else {}
         gather = partial(gather_lanes if isinstance(nodes[0].x, Blocked) else gather_rows, y=nodes[0].x)
@@ -102,18 +109,18 @@ class Plan:
             name: [("gather", partial(gather, pixel=kind))] for name, kind in (("uint8", BYTE), ("float32", FLOAT))
         }
         self.dropouts = [node for node in nodes if isinstance(node, DropoutNode)]
-        self.draws: Kernels = [
-            (f"{node.name}.draw", partial(node.draw, number=i)) for i, node in enumerate(self.dropouts)
-        ]
+        self.draws: list[Kernels] = [[], []]
+        for i, node in enumerate(self.dropouts):
+            self.draws[self._of(node) is not self].append((f"{node.name}.draw", partial(node.draw, number=i)))
         self.setup = self._named(FORWARD, nodes, lambda node: node.setup(self)) if target.forward_only else []
         self.scores, self.d_scores = cast(NC, nodes[-1].y), cast(NC, nodes[-1].dy)
         trained, self.forward, self.backward = nodes[self._first_trained :], Kernels(), Kernels()
         for i, node in enumerate(nodes):
             self.forward += self._made_before(FORWARD, i)
-            self.forward += self._named(FORWARD, [node], lambda node: node.forward(self))
+            self.forward += self._named(FORWARD, [node], lambda node: node.forward(self._of(node)))
         for node in reversed(trained):
             self.backward += self._made_before(BACKWARD, self._backward(nodes.index(node)))
-            self.backward += self._named(BACKWARD, [node], lambda node: node.backward(self))
+            self.backward += self._named(BACKWARD, [node], lambda node: node.backward(self._of(node)))
         owned, weights = [node for node in trained if node.owns(self)], "backward_weights"
         self.gradients = self._named(BACKWARD, owned, lambda n: [(weights, partial(n.backward_weights, plan=self))])
         self._updates = self._named(BACKWARD, owned, lambda n: [("update", partial(n.update, plan=self))])
@@ -124,10 +131,10 @@ class Plan:
 
     def explain(self, threads: int) -> list[Part]:
         """Return a row for every kernel of a step, in order."""
-        most, rows = MACS * self.target.lanes, []
-        known: dict[str, tuple[Node, Work]] = {}
+        most, rows, known = MACS * self.target.lanes, list[Part](), dict[str, tuple[Node, Work]]()
         for node in self.nodes:
-            found = works(node, node.input_layout or type(node.x), self.target, self.share, node.dx is not None)
+            layout = node.input_layout or type(node.x)
+            found = works(node, layout, self.target, self._of(node).share, node.dx is not None)
             known |= {f"{node.name}.{kernel}": (node, work) for kernel, work in found.items()}
         for what, kernels in ((FORWARD, self.forward), (BACKWARD, self.backward), (BACKWARD, self.gradients)):
             for name, _ in kernels:
@@ -141,6 +148,22 @@ class Plan:
                     )
                 )  # fmt: skip
         return rows
+
+    def _put_together(self, share: int) -> None:
+        """Have the linear layers behind the last seam take all images of a share at once, not by tiles."""
+        nodes, self._all, self.apart = self.nodes, self, 0
+        after = range(self._cuts[-1] + 1, len(nodes)) if self._cuts and not self.owns else ()
+        first = next((i for i in after if isinstance(nodes[i], Wide)), None)
+        if first and not any(isinstance(node, Split | Sum | General) for node in nodes[first:]):
+            self.apart = sum(node.stage.weight.size for node in nodes[first:] if isinstance(node, Dense))
+            nodes.insert(first, Together(f"{nodes[first].name}.together", (math.prod(nodes[first - 1].shape),)))
+            self._cuts.append(first)
+            self._all, self.least = copy.copy(self), share
+            self._all.arena, self._all.share = self.arena.together(share), share
+
+    def _of(self, node: Node) -> Plan:
+        """Return this plan, or for layers that take all images of a share at once what they see of it."""
+        return self._all if self._cuts and self.nodes.index(node) > self._cuts[-1] else self
 
     @property
     def between_seams(self) -> int:
@@ -206,7 +229,7 @@ class Plan:
         """Return what the code of a kernel follows from, and what differs between equal nodes: see `Kernel`."""
         state = _NodeState(self, text := io.BytesIO())
         with contextlib.suppress(AttributeError, TypeError, pickle.PicklingError):
-            state.dump((node, what, name, self.brought.get((node.name, name), [])))
+            state.dump((node, what, name, self._of(node).share, self.brought.get((node.name, name), [])))
             return text.getvalue(), state.offsets
         return b"", []
 
@@ -230,7 +253,7 @@ class Plan:
         """Give every node its input, output and gradients."""
         flat = len(network.input_shape) == 1 or nodes[0].input_layout is NC
         shape = (math.prod(network.input_shape),) if flat else network.input_shape
-        halo = _reader(nodes, -1).input_halo()
+        halo, self._rows = _reader(nodes, -1).input_halo(), self.arena
         x = self._tensor(NC if flat else nodes[0].input_layout or Blocked, shape, halo)
         first, dx, rooms = self._first_trained, cast(Tensor | None, None), Rooms()
         splits: list[Split] = []
@@ -242,6 +265,8 @@ class Plan:
                 node.split.sum = node
         for i, node in enumerate(nodes):
             node.x, node.dx = x, dx
+            if self._all is not self and i >= self._cuts[-1]:  # what the loss reads and writes lies in an arena
+                self._rows = self._all.arena if i + 1 < len(nodes) else self.arena.together(self._all.share, False)
             kind = node.output_layout or type(x)
             if isinstance(node, Split):
                 node.y, node.dy = _like(x, kind), _like(dx, kind)
@@ -257,8 +282,8 @@ class Plan:
                 halo = Halo() if flat else node.gradient_halo(i > first)
                 if self._hands_on(nodes, i):
                     continue
-                used = None  # the loss writes the last one: in the arena, like the scores
-                if i + 1 < len(nodes) and not node.owns(self):
+                used = None  # the loss writes the last one, `Together` all tiles': in the arena, like the scores
+                if i + 1 < len(nodes) and not node.owns(self) and not isinstance(nodes[i + 1], Together):
                     used = [(self._backward(nodes.index(_reader(nodes, i))), self._backward(_start(nodes, i)))]
                 dx = node.dy = self._room(rooms, kind, shape, halo, used)
                 if i and self._hands_on(nodes, i - 1):
@@ -350,7 +375,7 @@ class Plan:
         self, kind: type[Tensor], shape: Shape, halo: Halo, scratch: bool = False, at: Offset | None = None
     ) -> Tensor:
         if kind is NC:
-            return self.arena.nc(math.prod(shape))
+            return self._rows.nc(math.prod(shape))
         image = shape if len(shape) == 3 else (1, 1, *shape)
         return (self.arena.nhwc if kind is NHWC else self.arena.blocked)(image, halo, scratch, at)
 

@@ -8,10 +8,9 @@ of all, so that 1 / f roundings may add up. What rounding takes off a mean is ke
 it large. Whether the ReLU let a number through follows from the input. `predict` has no cut, see `folding`.
 
 Where a share is many tiles, the output is not kept either: a convolution that reads it in its backward pass has it made
-again just before (Chen, Xu, Zhang and Guestrin 2016), in the scratch buffer: MobileNet takes 0.85 of the time and 0.57
-of the memory, ResNet-20 0.93 and 0.76 (batch 128, Zen 4). Kept tensors take each other's room in turn.
-Of Residuals that end with a normalization every second sum, or two of three, is made again, for the next sum and on the
-way back: ResNet-56 takes 0.78 of the memory.
+again just before (Chen, Xu, Zhang and Guestrin 2016), in the scratch buffer; kept tensors take each other's room in
+turn. Of Residuals that end with a normalization every second sum, or two of three, is made again, for the next sum and
+on the way back. MobileNet takes 0.85 of the time, and 0.57 of the memory, ResNet-56 0.78 of it (batch 128, Zen 4).
 """
 
 from __future__ import annotations
@@ -34,9 +33,9 @@ from cnnexp.network import NormStage, PoolStage
 TOGETHER = 4
 """Vectors that are taken at once: two cache lines of 8 lanes, and sums and constants that the registers hold."""
 
-SHARE, SHARES, TILES, AHEAD, FIRST = range(5)
+SHARE, SHARES, TILES, AHEAD, BEFORE, FIRST = range(6)
 """Where the table of a step with seams says what is meant: a meeting's share, how many there are, how many tiles, the
-floats from a tile's arena to that of the share's next one, and the images of each."""
+floats from a tile's arena to that of the share's next one, the share's images in tiles before it, and those of each."""
 
 
 class BatchNormNode(Node[Tensor, Tensor]):

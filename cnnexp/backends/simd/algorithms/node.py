@@ -55,11 +55,12 @@ class Seam:
 
     Attributes:
         kernel: the whole name of the one that leaves a tile's part, the last before the cut.
-        meet: makes of the parts what a tile needs; on the buffers of `batch_norm.Meeting`.
+        meet: makes of the parts what a tile needs; on the buffers of `batch_norm.Meeting`. None where a thread waits
+            for its own tiles alone.
     """
 
     kernel: str
-    meet: Emit
+    meet: Emit | None = None
 
 
 class Node(Generic[X, Y]):

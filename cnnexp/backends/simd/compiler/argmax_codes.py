@@ -5,8 +5,7 @@ four lie side by side, in both halves. The gradient of 64 filters of 3 x 3 takes
 permutations of whole vectors (Zen 3, one thread).
 
 The bits are two signs: of the difference of each pair's maxima, and of the two pixels of the larger pair. Packed to
-bytes, all signs of two vectors leave in one instruction, and one shift by lanes brings a vector's back. By LLVM's model
-of Zen 3, differences are taken by units that do not multiply, and compares by those that do.
+bytes, all signs of two vectors leave in one instruction, and one shift by lanes brings a vector's back.
 """
 
 from __future__ import annotations

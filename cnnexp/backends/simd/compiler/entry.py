@@ -47,7 +47,7 @@ class Call(NamedTuple):
         gradients: (shares, size), zero before and after a step.
         arenas: (shares, ...), or (tiles of a share * shares, ...) where the step has seams.
         totals: (shares, LINE), added to: losses and hits. flags: (shares * LINE,), for the barrier.
-        counts: (shares, at least 5 + arenas), room for what `owned_updates` and seams know of shares and images.
+        counts: (shares, at least 6 + arenas), room for what `owned_updates` and seams know of shares and images.
         numbers: (steps, 3 + dropouts), by step: the learning rate, the optimizer's two constants, the dropouts' keys.
     """
 

@@ -41,8 +41,7 @@ from cnnexp.system import child
 
 LARGEST_ARENA = 20 << 20
 """Bytes of activations per thread, besides as many as of parameters, past which no tile grows. With 40 MB the largest
-networks gained 2 % at most, with 24 VGG-11 1 % for 35 MB more. It takes by 16 images 0.88 of the time that it takes by
-8, as its 37 MB of parameters are gone over once a tile."""
+networks gained 2 % at most; VGG-11, whose 37 MB of parameters a tile goes over, takes by 16 images 0.88 of 8's time."""
 
 L3_SHARE_BYTES = 4 << 20
 """Bytes of L3 that are a core's when all cores work, 1.4 to 4 MB on servers; no file says of how many."""
@@ -51,8 +50,7 @@ SMALL_SHARE = 0.15
 """Part of the multiply-adds a CPU can do that the smallest networks reach: 784-30-10 and less, measured."""
 
 THREAD_CYCLES = 100_000
-"""Cycles of a step, some 15 us, that are worth a thread. 64-30-10 at batch 128 takes one thread 25 us, two with a core
-each 21, and two beside other work 20 times as long."""
+"""Cycles of a step, some 15 us, that are worth a thread: two beside other work may take 20 times as long as one."""
 
 WEIGHT_PASSES = 6
 """How much larger than the parameters activations must be to outweigh them."""
@@ -416,25 +414,25 @@ def make_plan(network: Network, target: Target, share: int) -> Plan:
     the weights leave L2. It is one where the share is small, where two would take much memory, or where their
     activations would leave L2 and outweigh the weights, or push out what one leaves there; or where those of one stay
     in a core's part of L3, those of more would not, and no size holds all of a share. Where one leaves L2 by a third,
-    four images predict (MobileNet in 0.8 of eight's time), unless weights leave L3; where it is twice L2, steps with
-    seams take half or less, the most that L2 holds between two seams or the least that costs the kernels little: what
-    is normalized stays near. One image of MobileNet takes 0.86 of four's time (Xeon), four of VGG 0.88 of 16's (Zen 3).
+    four images predict, unless weights leave L3; where it is twice L2, steps with seams take half or less, the most
+    that L2 holds between two seams or the least that costs the kernels little: what is normalized stays near.
     """
 
     def size(plan: Plan) -> int:
         return plan.arena.size + target.forward_only * (plan.arena.scratch + plan.parameters.kept)
 
     plan = one = Plan(network, target, 1, share)
-    if target.forward_only and 3 * size(one) > target.l2_bytes and 4 * one.parameters.size < LARGEST_ARENA:
+    weights = one.parameters.size - one.apart
+    if target.forward_only and 3 * size(one) > target.l2_bytes and 4 * weights < LARGEST_ARENA:
         return Plan(network, target, FEWEST_IN_A_TILE / target.lanes, share)
     passes = WEIGHT_PASSES if one.owns else 1
-    if one.seams and 2 * size(one) > target.l2_bytes and size(one) > passes * one.parameters.size:
+    if one.seams and 2 * size(one) > target.l2_bytes and size(one) > passes * weights:
         smaller = [Plan(network, target, n / target.lanes, share) for n in (8, 4, 2, 1) if n < target.lanes]
         cycles = {p: sum(row.cycles for row in p.explain(1)) for p in smaller if p.arena.images < target.lanes}
         cheap = [p for p in cycles if cycles[p] <= NEAR * min(cycles.values())]
         if cheap:
             return next((p for p in cheap if p.between_seams <= target.l2_bytes), cheap[-1])
-    heavy = 4 * one.parameters.size > target.l2_bytes
+    heavy = 4 * weights > target.l2_bytes
     sizes = (2, 4, 8) if heavy else (2,)
     near = 4 * size(one) <= L3_SHARE_BYTES and share > sizes[-1] * target.lanes
     for groups in sizes:
@@ -442,10 +440,10 @@ def make_plan(network: Network, target: Target, share: int) -> Plan:
             break
         groups = min(groups, -(-share // target.lanes))
         more = Plan(network, target, groups, share)
-        pushed_out = 4 * (size(one) + 2 * one.parameters.size) > target.l2_bytes
-        worth = pushed_out and size(one) <= WEIGHT_PASSES * one.parameters.size
+        pushed_out = 4 * (size(one) + 2 * weights) > target.l2_bytes
+        worth = pushed_out and size(one) <= WEIGHT_PASSES * weights
         fits = worth or 4 * size(more) <= target.l2_bytes
-        most = L3_SHARE_BYTES if near else LARGEST_ARENA + 4 * one.parameters.size
+        most = L3_SHARE_BYTES if near else LARGEST_ARENA + 4 * weights
         if not fits or 4 * (size(more) + more.arena.scratch) > most:
             break
         plan = more

@@ -2,7 +2,8 @@
 
 Every tile of images has an arena of its own, where its activations stay from the forward pass to the backward pass.
 What crosses a seam are sums: a thread leaves those of each of its tiles, and once all are there every thread adds up
-all of them in the same order. So the result does not depend on which thread did which tile.
+all of them in the same order. So the result does not depend on which thread did which tile. Between two seams where
+nobody meets, a share's first tile stands for all of them: see `together`.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import numpy as np
 from llvmlite import ir
 from numba import njit
 
-from cnnexp.backends.simd.algorithms.batch_norm import AHEAD, FIRST, SHARE, SHARES, TILES
+from cnnexp.backends.simd.algorithms.batch_norm import AHEAD, BEFORE, FIRST, SHARE, SHARES, TILES
 from cnnexp.backends.simd.compiler.compose import compose
 from cnnexp.backends.simd.compiler.emit import Kernels
 from cnnexp.backends.simd.compiler.entry import GRADIENTS, Call
@@ -44,15 +45,18 @@ def clocking(plan: Plan, part: str) -> Callable[[np.ndarray], None]:
 _nothing = njit(lambda arena: None)
 
 
-def make_batch(plan: Plan, begin: Callable, finish: Callable, compiled: Callable, library: ir.Module) -> Callable:
+def make_batch(
+    plan: Plan, begin: Callable, draw: Callable, finish: Callable, compiled: Callable, library: ir.Module
+) -> Callable:
     """Return what takes a thread's shares of a batch through a network with seams, in training.
 
     Args:
-        begin: brings a tile's images into its arena. finish: takes its loss. library: of the kernels, see `compose`.
+        begin, draw, finish: bring in a tile's images, begin to draw, take the loss. library: see `compose`.
     """
     names = [seam.kernel for seam in plan.seams]
     (ahead, left), (back, left_back) = cut(plan.forward, names), cut(plan.backward, names)
-    meets: list[Kernels] = [[("meet", seam.meet)] for seam in plan.seams]
+    meets: list[Kernels] = [[("meet", seam.meet)] if seam.meet else [] for seam in plan.seams]
+    all_meet, at_once = np.array([*map(len, meets), 0]), not meets[len(ahead) - 2]
     choices = [*ahead, *back, *left, *left_back, *meets, plan.gradients]
     run = compose("seamed", plan.target, [], library, choices)
     cuts, seams, images = len(ahead) - 1, len(names), plan.arena.images
@@ -65,6 +69,8 @@ def make_batch(plan: Plan, begin: Callable, finish: Callable, compiled: Callable
         start_clocks(arena)
         if phase == 0:
             begin(call, arena, step, tile)
+        if phase == cuts:
+            draw(call.numbers[step], tile, arena, len(tile), 1)
         if phase <= cuts:
             run(call.parameters, gradient, arena, known, len(tile), phase)
         if phase == cuts:
@@ -92,13 +98,15 @@ def make_batch(plan: Plan, begin: Callable, finish: Callable, compiled: Callable
             for turn in range(known[TILES]):
                 # to and fro: what the last tiles left in the caches comes first
                 number = turn if phase % 2 == 0 else known[TILES] - 1 - turn
-                share, count = number % shares, known[FIRST + number]
+                share, count, before = number % shares, known[FIRST + number], number // shares * images
+                if at_once and phase == cuts:
+                    count = 0 if before else here * (share + 1) // shares - here * share // shares
                 if mine <= share < next_ and count:
                     there = number + shares if phase % 2 == 0 else number - shares
                     known[AHEAD] = (there - number) * call.arenas.shape[1] if 0 <= there < known[TILES] else 0
-                    at = first + here * share // shares + number // shares * images
+                    known[BEFORE], at = before, first + here * share // shares + before
                     pass_tile(call, share, step, phase, number, call.order[at : at + count], here)
-            if phase < seams:
+            if all_meet[phase]:
                 start_clocks(call.arenas[mine])
                 wait(call.flags, call.rank, call.threads)
                 charge_wait(call.arenas[mine])

@@ -97,7 +97,7 @@ def _make_batch(plan: Plan, loss: Loss, compiled: Callable, library: ir.Module) 
     """Return what takes a thread's shares of a batch through the layers, tile by tile; see `make_batch` for seams."""
     target, images = plan.target, plan.arena.images
     gather_bytes, gather_floats = gathers(plan, library)
-    draw = compose("draws", target, plan.draws, library)
+    draw = compose("draws", target, [], library, plan.draws)
     forward = compose("forward", target, plan.forward, library)
     backward = compose("backward", target, plan.backward, library)
     owned_gradients = compose("owned_gradients", target, plan.gradients, library)
@@ -105,7 +105,7 @@ def _make_batch(plan: Plan, loss: Loss, compiled: Callable, library: ir.Module) 
     tile_loss = _tile_loss(loss, plan.scores, plan.d_scores, compiled)
 
     def begin(call: Call, arena: np.ndarray, step: int, tile: np.ndarray) -> None:
-        draw(call.numbers[step], tile, arena, len(tile))
+        draw(call.numbers[step], tile, arena, len(tile), 0)
         if len(call.bytes_):
             gather_bytes(call.bytes_, tile, arena, len(tile))
         else:
@@ -118,7 +118,7 @@ def _make_batch(plan: Plan, loss: Loss, compiled: Callable, library: ir.Module) 
 
     begin, finish = compiled(begin, inline="always"), compiled(finish, inline="always")
     if plan.seams:
-        return make_batch(plan, begin, finish, compiled, library)
+        return make_batch(plan, begin, draw, finish, compiled, library)
 
     def run_tile(call: Call, share: int, step: int, at: int, end: int, batch: int) -> None:
         """Run the images order[at : end], at most a tile's, of a batch of so many."""
