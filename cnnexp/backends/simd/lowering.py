@@ -1,7 +1,4 @@
-"""From a network to kernels: `Plan` takes the nodes that `planner` chooses and gives them room in the arena.
-
-Then it asks every node for its forward and backward kernels.
-"""
+"""From a network to kernels: `Plan` gives nodes that `planner` chooses room in the arena, and asks for their kernels."""
 
 from __future__ import annotations
 
@@ -151,11 +148,12 @@ class Plan:
 
     def _put_together(self, share: int) -> None:
         """Have the linear layers behind the last seam take all images of a share at once, not by tiles."""
-        nodes, self._all, self.apart = self.nodes, self, 0
+        nodes, self._all, self._behind, self.apart = self.nodes, self, list[Node](), 0
         after = range(self._cuts[-1] + 1, len(nodes)) if self._cuts and not self.owns else ()
         first = next((i for i in after if isinstance(nodes[i], Wide)), None)
         if first and not any(isinstance(node, Split | Sum | General) for node in nodes[first:]):
-            self.apart = sum(node.stage.weight.size for node in nodes[first:] if isinstance(node, Dense))
+            self._behind = nodes[first:]
+            self.apart = sum(node.stage.weight.size for node in self._behind if isinstance(node, Dense))
             nodes.insert(first, Together(f"{nodes[first].name}.together", (math.prod(nodes[first - 1].shape),)))
             self._cuts.append(first)
             self._all, self.least = copy.copy(self), share
@@ -163,7 +161,7 @@ class Plan:
 
     def _of(self, node: Node) -> Plan:
         """Return this plan, or for layers that take all images of a share at once what they see of it."""
-        return self._all if self._cuts and self.nodes.index(node) > self._cuts[-1] else self
+        return self._all if node in self._behind else self
 
     @property
     def between_seams(self) -> int:
