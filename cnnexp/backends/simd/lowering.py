@@ -1,4 +1,4 @@
-"""From a network to kernels: `Plan` gives nodes that `planner` chooses room in the arena, and asks for their kernels."""
+"""From a network to kernels: `Plan` gives the nodes of `planner` room in the arena, and asks them for their kernels."""
 
 from __future__ import annotations
 
