@@ -34,7 +34,7 @@ FLATTENED = Network((7, 6, 3), (
 ))  # fmt: skip
 POOLED = Network(*NETWORKS["batch_norm_pooled"])
 HEADED = Network((7, 6, 3), (
-    Conv2d(5, 3), BatchNorm2d(), Tanh(), MaxPool2d(2, 1), Flatten(), Dropout(0.2), Linear(37), ReLU(), Dropout(0.4),
+    Conv2d(5, 3), BatchNorm2d(), Tanh(), Dropout(0.2), MaxPool2d(2, 1), Flatten(), Linear(37), ReLU(), Dropout(0.4),
     Linear(29), Tanh(), Linear(3),
 ))  # fmt: skip
 
@@ -105,10 +105,11 @@ def test_linear_layers_behind_the_last_seam_take_all_tiles_at_once():
     assert (len(plan.seams), plan.arena.images, plan.apart) == (4, 8, 60 * 37 + 37 * 29 + 29 * 3)
 
 
+@pytest.mark.parametrize("network", [NORMED, HEADED], ids=["normed", "headed"])
 @pytest.mark.parametrize("algorithm", ["lanes", "channels"])
-def test_gradients_in_tiles(algorithm):
+def test_gradients_in_tiles(network, algorithm):
     """18 images of one thread are three tiles, which share a scratch buffer."""
-    check_case(OnTarget(computed(NORMED, TARGETS["sse"], algorithm), threads=1), make_case(NORMED, images=19))
+    check_case(OnTarget(computed(network, TARGETS["sse"], algorithm), threads=1), make_case(network, images=19))
 
 
 @pytest.mark.parametrize("target", often(("sse", "avx2", "wide"), ("avx2",)))
