@@ -10,7 +10,7 @@ import tracemalloc
 import networks
 import numpy as np
 import pytest
-from backends.on_target import AVX512, HOST, TARGETS, OnTarget
+from backends.on_target import AVX2, AVX512, HOST, TARGETS, OnTarget
 from commands import wait_for
 from conformance import assert_same_state, check_case, check_training, make_case, started
 
@@ -61,6 +61,15 @@ def test_threads_own_wide_weights_where_a_batch_is_one_tile(images, owns):
     plan = make_plan(WIDE, HOST, -(-(images - 1) // 2))
     assert plan.owns == bool(plan.parameters.owned) == owns
     check_training(OnTarget(), make_case(WIDE, images=images), Adam())
+
+
+@pytest.mark.parametrize("target", [AVX2, AVX512])
+def test_a_tile_grows_with_what_outweighs_what(target):
+    """Heavy weights are gone over once for 128 images, by any width; heavy activations stay in a core's part of L3."""
+    wide, conv = Network((784,), (Linear(900), ReLU()) * 4), OneConv(filters=256).network((28, 28, 1), 10)
+    assert [make_plan(wide, target, images).arena.images for images in (128, 300)] == [128, 128]
+    assert make_plan(wide, target, 128).owns
+    assert make_plan(conv, target, 250).arena.images == 16
 
 
 def test_the_limit_of_the_arithmetic_is_measured():

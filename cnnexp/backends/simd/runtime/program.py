@@ -43,6 +43,9 @@ LARGEST_ARENA = 20 << 20
 """Bytes of activations per thread, besides as many as of parameters, past which no tile grows. With 40 MB the largest
 networks gained 2 % at most; VGG-11, whose 37 MB of parameters a tile goes over, takes by 16 images 0.88 of 8's time."""
 
+MOST_IMAGES = 128
+"""Of a tile whose weights leave L2. By 128, not 64, wide MLP takes 0.9 of the time (AVX2, one thread, batch 128)."""
+
 L3_SHARE_BYTES = 4 << 20
 """Bytes of L3 that are a core's when all cores work, 1.4 to 4 MB on servers; no file says of how many."""
 
@@ -412,10 +415,10 @@ def make_plan(network: Network, target: Target, share: int) -> Plan:
 
     Two vectors of images go through all layers at once, so that weights are read half as often as with one; more where
     the weights leave L2. It is one where the share is small, where two would take much memory, or where their
-    activations would leave L2 and outweigh the weights, or push out what one leaves there; or where those of one stay
-    in a core's part of L3, those of more would not, and no size holds all of a share. Where one leaves L2 by a third,
-    four images predict, unless weights leave L3; where it is twice L2, steps with seams take half or less, the most
-    that L2 holds between two seams or the least that costs the kernels little: what is normalized stays near.
+    activations would leave L2 and outweigh the weights, or push out what one leaves there. Of a share of more than
+    eight vectors activations stay in a core's part of L3 where they outweigh the weights. Where one vector leaves L2
+    by a third, four images predict, unless weights leave L3; where it is twice L2, steps with seams take half or less,
+    the most that L2 holds between two seams or the least that costs the kernels little: what is normalized stays near.
     """
 
     def size(plan: Plan) -> int:
@@ -433,18 +436,15 @@ def make_plan(network: Network, target: Target, share: int) -> Plan:
         if cheap:
             return next((p for p in cheap if p.between_seams <= target.l2_bytes), cheap[-1])
     heavy = 4 * weights > target.l2_bytes
-    sizes = (2, 4, 8) if heavy else (2,)
-    near = 4 * size(one) <= L3_SHARE_BYTES and share > sizes[-1] * target.lanes
+    sizes = [n for n in (2, 4, 8, 16, 32) if n * target.lanes <= MOST_IMAGES] if heavy else [2]
+    near = 4 * size(one) <= L3_SHARE_BYTES and share > 8 * target.lanes
+    worth = 4 * (size(one) + 2 * weights) > target.l2_bytes and size(one) <= WEIGHT_PASSES * weights
     for groups in sizes:
         if share <= groups // 2 * target.lanes:
             break
-        groups = min(groups, -(-share // target.lanes))
-        more = Plan(network, target, groups, share)
-        pushed_out = 4 * (size(one) + 2 * weights) > target.l2_bytes
-        worth = pushed_out and size(one) <= WEIGHT_PASSES * weights
-        fits = worth or 4 * size(more) <= target.l2_bytes
-        most = L3_SHARE_BYTES if near else LARGEST_ARENA + 4 * weights
-        if not fits or 4 * (size(more) + more.arena.scratch) > most:
+        more = Plan(network, target, min(groups, -(-share // target.lanes)), share)
+        most = L3_SHARE_BYTES if near and weights < size(plan) else LARGEST_ARENA + 4 * weights
+        if (not worth and 4 * size(more) > target.l2_bytes) or 4 * (size(more) + more.arena.scratch) > most:
             break
         plan = more
     return plan
