@@ -435,16 +435,15 @@ def make_plan(network: Network, target: Target, share: int) -> Plan:
         cheap = [p for p in cycles if cycles[p] <= NEAR * min(cycles.values())]
         if cheap:
             return next((p for p in cheap if p.between_seams <= target.l2_bytes), cheap[-1])
-    heavy = 4 * weights > target.l2_bytes
-    sizes = [n for n in (2, 4, 8, 16, 32) if n * target.lanes <= MOST_IMAGES] if heavy else [2]
+    most = MOST_IMAGES if 4 * weights > target.l2_bytes else 2 * target.lanes
     near = 4 * size(one) <= L3_SHARE_BYTES and share > 8 * target.lanes
     worth = 4 * (size(one) + 2 * weights) > target.l2_bytes and size(one) <= WEIGHT_PASSES * weights
-    for groups in sizes:
-        if share <= groups // 2 * target.lanes:
+    for groups in (2, 4, 8, 16, 32):
+        if groups * target.lanes > most or share <= groups // 2 * target.lanes:
             break
         more = Plan(network, target, min(groups, -(-share // target.lanes)), share)
-        most = L3_SHARE_BYTES if near and weights < size(plan) else LARGEST_ARENA + 4 * weights
-        if (not worth and 4 * size(more) > target.l2_bytes) or 4 * (size(more) + more.arena.scratch) > most:
+        room = L3_SHARE_BYTES if near and weights < size(plan) else LARGEST_ARENA + 4 * weights
+        if (not worth and 4 * size(more) > target.l2_bytes) or 4 * (size(more) + more.arena.scratch) > room:
             break
         plan = more
     return plan
