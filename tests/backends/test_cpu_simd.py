@@ -6,6 +6,7 @@ import platform
 import threading
 import time
 import tracemalloc
+from dataclasses import replace
 
 import networks
 import numpy as np
@@ -63,9 +64,10 @@ def test_threads_own_wide_weights_where_a_batch_is_one_tile(images, owns):
     check_training(OnTarget(), make_case(WIDE, images=images), Adam())
 
 
-@pytest.mark.parametrize("target", [AVX2, AVX512])
+@pytest.mark.parametrize("target", [TARGETS["sse"], AVX2, AVX512])
 def test_a_tile_grows_with_what_outweighs_what(target):
     """Heavy weights are gone over once for 128 images, by any width; heavy activations stay in a core's part of L3."""
+    target = replace(target, l2_bytes=512 << 10)
     wide, conv = Network((784,), (Linear(900), ReLU()) * 4), OneConv(filters=256).network((28, 28, 1), 10)
     assert [make_plan(wide, target, images).arena.images for images in (128, 300)] == [128, 128]
     assert make_plan(wide, target, 128).owns
