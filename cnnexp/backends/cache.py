@@ -1,7 +1,7 @@
 """Compiled code on disk, so that the second start of a network takes milliseconds of compiling, not seconds.
 
-A file is named by a hash of all that its machine code depends on: the source of this package and of what it compiles
-(the optimizers' rules), Numba's and Python's versions, the CPU and its features, and the program itself. So a changed
+A file is named by a hash of all that its machine code depends on: the source of the backends, of the layers and of the
+optimizers' rules, Numba's and Python's versions, the CPU and its features, and the program itself. So a changed
 source or CPU never meets old code; it makes a new file. A file is written under another name and then renamed, so
 processes that start at once see a whole file or none; it begins with the hash of its content, and one that does not
 match is compiled anew and replaced. Reading a file runs what is in it: so it is read only where it, and its folder,
@@ -27,8 +27,8 @@ from typing import TypeVar
 
 import llvmlite
 
-from cnnexp import optimizers
-from cnnexp.network import Elementwise, Network, elementwise, layers, losses, noise, shapes
+from cnnexp import network, optimizers
+from cnnexp.network import Elementwise, Network, elementwise, layers, shapes
 from cnnexp.system.files import open_regular, remove_leftovers
 
 log = logging.getLogger(__name__)
@@ -132,10 +132,10 @@ def _say_compiling() -> None:
 
 @functools.cache
 def source_files() -> list[Path]:
-    """Return the files that the machine code comes from."""
-    folder, modules = Path(__file__).parent, (elementwise, layers, losses, noise, optimizers, shapes)
-    compiled = sorted([*folder.glob("cpu/*.py"), *folder.glob("simd/**/*.py")])
-    return [*compiled, Path(__file__), *(Path(str(module.__file__)) for module in modules)]
+    """Return the files that the machine code comes from: kernels, layers and optimizers, and what they import."""
+    folder, layers_folder = Path(__file__).parent, Path(network.__file__).parent
+    kernels = [*folder.glob("*.py"), *folder.glob("cpu/*.py"), *folder.glob("simd/**/*.py")]
+    return sorted([*kernels, *layers_folder.glob("*.py"), Path(optimizers.__file__)])
 
 
 def program_key(signature: object, described: tuple[object, ...]) -> str:

@@ -132,8 +132,23 @@ def key(*described, signature="void()"):
     return cache.program_key(signature, described)
 
 
+IMPORTED = """
+import sys
+import cnnexp.backends.cpu, cnnexp.backends.simd.runtime.step
+for name, module in sys.modules.items():
+    if name.startswith(("cnnexp.backends.", "cnnexp.network", "cnnexp.optimizers")):
+        print(module.__file__)
+"""
+
+
+def test_every_file_that_a_kernel_is_made_by_tells_its_code_apart():
+    found = subprocess.run([sys.executable, "-c", IMPORTED], capture_output=True, text=True, check=True).stdout
+    imported = {Path(line) for line in found.splitlines() if "/backends/plain/" not in line}
+    assert len(imported) > 40
+    assert imported | set(Path(simd.__file__).parent.rglob("*.py")) < set(cache.source_files())
+
+
 def test_the_cache_tells_programs_cpus_and_sources_apart(tmp_path, monkeypatch):
-    assert set(Path(simd.__file__).parent.rglob("*.py")) < set(cache.source_files())
     known = key("a")
     found = {key("b"), key("a", signature="i8(i8)"), *(key(o) for o in (SGD(), SGD(momentum=0.5), Adam()))}
     changed = tmp_path / "step.py"
