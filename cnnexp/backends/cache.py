@@ -21,14 +21,15 @@ import os
 import platform
 import sys
 import tempfile
+import types
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar, cast
 
 import llvmlite
 
 from cnnexp import network, optimizers
-from cnnexp.network import Elementwise, Network, elementwise, layers, shapes
+from cnnexp.network import Elementwise, Maths, Network, layers, shapes
 from cnnexp.system.files import open_regular, remove_leftovers
 
 log = logging.getLogger(__name__)
@@ -171,12 +172,47 @@ def _identity(described: object) -> object:
     match described:
         case Network():
             placed = (stage.layer for stage in shapes.walk(described.stages))
-            rules = [elementwise.fingerprint(layer) for layer in placed if isinstance(layer, Elementwise)]
+            rules = [fingerprint(layer) for layer in placed if isinstance(layer, Elementwise)]
             return described.input_shape, [layers.describe_layer(layer) for layer in described.layers], rules
         case optimizers.Optimizer():
             numbers = {**dataclasses.asdict(described), "lr": None}
-            return type(described), numbers, elementwise.code_of(described.rule())
+            return type(described), numbers, code_of(described.rule())
     return described
+
+
+def fingerprint(layer: Elementwise) -> str:
+    """Return what changes with a layer's rules and numbers, for caches that look at files or names alone."""
+    unbound = Maths(*[cast(Callable, None)] * len(Maths._fields))
+    facts = type(layer).__module__, layer, code_of(layer.rule(unbound)), code_of(layer.derivative(unbound))
+    return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
+
+
+def code_of(value: Any, names: tuple[str, ...] = (), seen: tuple[Any, ...] = ()) -> object:
+    """Return what distinguishes the functions that one definition makes, those that they call included.
+
+    Of a function outside this package, whose files are hashed, that is also what it reads of globals and attributes:
+    `names` of them. What is `seen` on the way is told there.
+    """
+    value = getattr(value, "py_func", getattr(value, "__func__", value))  # of what Numba compiles, of a method
+    if any(value is one for one in seen):
+        return "seen"
+    match value:
+        case types.FunctionType():
+            codes = [value.__code__] * (value.__module__.partition(".")[0] != __name__.partition(".")[0])
+            for code in codes:
+                codes += [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
+            names, found = tuple(name for code in codes for name in code.co_names), value.__globals__
+            inside = [*(cell.cell_contents for cell in value.__closure__ or ()), *(value.__defaults__ or ())]
+            inside += [*(value.__kwdefaults__ or {}).values(), *(found[name] for name in names if name in found)]
+            parts = [code_of(part, names, (*seen, value)) for part in inside]
+            return value.__module__, value.__qualname__, code_of(value.__code__), parts
+        case types.CodeType():
+            return value.co_code, value.co_names, [code_of(constant) for constant in value.co_consts]
+        case tuple() | list():
+            return [code_of(part, names, seen) for part in value]
+    within = names if isinstance(value, types.ModuleType) else ()
+    read = [code_of(getattr(value, name), within, (*seen, value)) for name in names if hasattr(value, name)]
+    return type(value).__name__, getattr(value, "__module__", ""), getattr(value, "__name__", None) or repr(value), read
 
 
 def read_private(path: Path) -> bytes | None:

@@ -5,12 +5,10 @@ numbers and NumPy arrays, is compiled by Numba for CPU and GPU, and is traced in
 it are float32: one float64 literal would make a GPU compute in double.
 """
 
-import hashlib
 import math
-import types
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, cast
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -139,21 +137,6 @@ class GELU(Elementwise):
 
 
 KINDS = (ReLU, LeakyReLU, Sigmoid, Tanh, GELU)
-
-
-def fingerprint(layer: Elementwise) -> str:
-    """Return what changes with a layer's rules and numbers, for caches that look at files or names alone."""
-    unbound = Maths(*[cast(Callable, None)] * len(Maths._fields))
-    facts = type(layer).__module__, layer, code_of(layer.rule(unbound)), code_of(layer.derivative(unbound))
-    return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
-
-
-def code_of(value: Any) -> Any:
-    """Return a function's code and what it closes over, anything else as it is."""
-    if not isinstance(value, types.FunctionType):
-        return value
-    code, cells = value.__code__, value.__closure__ or ()
-    return code.co_code, code.co_consts, code.co_names, [code_of(cell.cell_contents) for cell in cells]
 
 
 def rational_erf(maximum: Callable) -> Rule:

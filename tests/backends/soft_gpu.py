@@ -19,6 +19,7 @@ import softgpu
 from benchmarks.gpu_check import CONFORMANCE, _graphs_change_nothing
 from cnnexp import SGD, Adam, Loss, Mnist, OneConv, TwoConvMlp, TwoConvPool4
 from cnnexp.backends import backend_class
+from cnnexp.backends.cache import code_of
 from cnnexp.backends.gpu import device, launch, tuned
 from cnnexp.backends.gpu.backend import GpuProgram
 from cnnexp.backends.gpu.fused import kernels as fused_kernels
@@ -299,9 +300,9 @@ def test_a_kernel_is_compiled_once_and_then_comes_from_the_disk(tmp_path, monkey
 def test_what_tells_kernels_apart_is_the_same_in_every_process():
     made = [kernel for kernel in gc.get_objects() if isinstance(kernel, launch.Kernel)]
     assert len(made) > 20  # of the tests before
-    told = [repr((launch.described(kernel.function), kernel.signature, kernel.block)) for kernel in made]
+    told = [repr((code_of(kernel.function), kernel.signature, kernel.block)) for kernel in made]
     assert not [text for text in told if " at 0x" in text]
-    rules = {repr(launch.described(layers.elementwise(one, 64).function)) for one in (Tanh(), ReLU(), LeakyReLU(0.1))}
+    rules = {repr(code_of(layers.elementwise(one, 64).function)) for one in (Tanh(), ReLU(), LeakyReLU(0.1))}
     assert len(rules) == 3
 
 

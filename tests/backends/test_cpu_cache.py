@@ -161,6 +161,29 @@ def test_the_cache_tells_programs_cpus_and_sources_apart(tmp_path, monkeypatch):
     assert key("a") == known
 
 
+PLUGINS = """
+SLOPE = {}; rule = lambda x: SLOPE * x
+SLOPES = (1, {}); rule = lambda x: (lambda: SLOPES[1])() * x
+half = lambda x: {} * x; rule = lambda x: half(x)
+def rule(x, slope={}): return slope * x
+def rule(x, *, slope={}): return slope * x
+def rule(x): return rule(x) * {}
+import types; a = types.ModuleType("a"); a.slope, a.a = {}, a; rule = lambda x: a.a.slope * x
+s = type("Layer", (), {{"slope": lambda s: {}, "__repr__": lambda s: ""}})(); rule = (lambda s: lambda x: s.slope())(s)
+"""
+
+
+@pytest.mark.parametrize("source", PLUGINS.split("\n")[1:-1])
+def test_code_is_told_apart_by_all_that_a_rule_of_a_plugin_reads(source):
+    def told(number):
+        space = {"__name__": "somebody"}
+        exec(source.format(number), space)
+        return repr(cache.code_of(space["rule"]))
+
+    assert told(0.1) == told(0.1) != told(0.2)
+    assert " at 0x" not in told(0.1)
+
+
 def test_the_cache_forgets_what_was_not_used_for_longest(tmp_path, monkeypatch):
     monkeypatch.setattr(cache, "KEEP", 3)
     for age, name in enumerate("dcba"):

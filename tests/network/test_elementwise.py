@@ -5,11 +5,12 @@ import pytest
 import reference
 from commands import raises
 
+from cnnexp.backends.cache import fingerprint
 from cnnexp.backends.plain.numpy import MATHS
 from cnnexp.backends.plain.python import MATHS as PYTHON
 from cnnexp.errors import NetworkError
 from cnnexp.network import GELU, Elementwise, LeakyReLU, ReLU, Sigmoid, Tanh
-from cnnexp.network.elementwise import fingerprint, rational_erf, rational_tanh
+from cnnexp.network.elementwise import rational_erf, rational_tanh
 
 LAYERS = (ReLU(), LeakyReLU(0.2), Sigmoid(), Tanh(), GELU())
 X = np.linspace(-6, 6, 99).astype(np.float32)

@@ -19,9 +19,9 @@ import numba
 import numpy as np
 from numba import prange
 
+from cnnexp.backends.cache import fingerprint
 from cnnexp.backends.cpu.dispatchers import load_or_compile
 from cnnexp.network import Elementwise, Maths, noise
-from cnnexp.network.elementwise import fingerprint
 from cnnexp.network.losses import Loss
 from cnnexp.optimizers import Optimizer
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import re
 import sys
-import types
 from collections.abc import Callable
 from functools import cache
 from importlib import metadata
@@ -20,7 +19,7 @@ from typing import Any
 import numpy as np
 from numba import cuda
 
-from cnnexp.backends.cache import cache_folder, digest, read_private, source_files, write_private
+from cnnexp.backends.cache import cache_folder, code_of, digest, read_private, source_files, write_private
 from cnnexp.backends.gpu.device import Tensor, open_gpu
 
 KEEP = 2000
@@ -96,7 +95,7 @@ class Kernel:
         """Return the hash of all that the machine code depends on."""
         gpu = open_gpu(index)
         packages = sys.version, metadata.version("numba-cuda"), np.__version__, gpu.toolkit
-        facts = packages, gpu.name, gpu.compute_capability, self.signature, self.block, described(self.function)
+        facts = packages, gpu.name, gpu.compute_capability, self.signature, self.block, code_of(self.function)
         return hashlib.sha256(source_digest() + repr(facts).encode()).hexdigest()
 
 
@@ -130,23 +129,6 @@ class Graphs:
         stop = self.stream.record(options=timed)
         stop.sync()
         return (stop - start) / 1e3
-
-
-def described(value: Any) -> object:
-    """Return what distinguishes the functions that one definition makes, those that they call included."""
-    value = getattr(value, "py_func", value)  # of a device function
-    match value:
-        case types.FunctionType():
-            inside = [described(cell.cell_contents) for cell in value.__closure__ or ()]
-            defaults = [described(default) for default in value.__defaults__ or ()]
-            return value.__module__, value.__qualname__, described(value.__code__), inside, defaults
-        case types.CodeType():
-            return value.co_code, value.co_names, [described(constant) for constant in value.co_consts]
-        case types.ModuleType() | type() | types.BuiltinFunctionType() | np.ufunc():
-            return getattr(value, "__module__", ""), value.__name__
-        case tuple() | list():
-            return [described(part) for part in value]
-    return type(value).__name__, repr(value)
 
 
 @cache
