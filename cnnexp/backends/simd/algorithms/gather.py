@@ -50,11 +50,13 @@ def gather_rows(k: Emitter, y: NC, pixel: ir.Type) -> None:
     height, width, channels = y.shape
     run, runs = (width * channels, height) if y.row > width * channels else (y.size, 1)
     with k.loop(k.count) as n:
-        source = _image(k, images, order, n, y.size)
+        # the next image but one is asked for meanwhile: shuffled, it is anywhere in memory
+        source, later = (_image(k, images, order, image, y.size) for image in (n, k.builder.add(n, INDEX(2))))
         with k.loop(runs) as r:
             row, target = source.at(r, run), y.pixel(k, n, 0, 0).at(r, y.row)
             # whole vectors, the last of which overlaps its neighbour
             for at in _vectors(k, run):
+                k.prefetch(later.at(r, run).at(at))
                 k.store(_pixels(k, row.at(at), pixel), target.at(at))
             # a run shorter than a vector, value by value
             if run < k.lanes:
@@ -73,9 +75,8 @@ def _vectors(k: Emitter, run: int) -> Iterator[ir.Value]:
 
 def _image(k: Emitter, images: Pointer, order: Pointer, n: ir.Value, size: int) -> Pointer:
     """Return the address of the image that the order names, the last one for n past it."""
-    last = k.builder.sub(k.count, INDEX(1))
-    index = k.builder.load(order.at(k.least(n, last)).value(INDEX))
-    return images.at(index, size)
+    place = order.at(k.least(n, k.builder.sub(k.count, INDEX(1))))
+    return images.at(k.builder.load(place.value(INDEX)), size)
 
 
 def _pixels(k: Emitter, pointer: Pointer, pixel: ir.Type) -> ir.Value:
@@ -88,5 +89,4 @@ def _pixels(k: Emitter, pointer: Pointer, pixel: ir.Type) -> ir.Value:
 def _pixel(k: Emitter, pointer: Pointer, pixel: ir.Type) -> ir.Value:
     if pixel is FLOAT:
         return k.load_float(pointer)
-    byte = k.builder.load(pointer.value(BYTE))
-    return k.builder.fmul(k.builder.uitofp(byte, FLOAT), FLOAT(BYTE_SCALE))
+    return k.builder.fmul(k.builder.uitofp(k.builder.load(pointer.value(BYTE)), FLOAT), FLOAT(BYTE_SCALE))
