@@ -1,8 +1,8 @@
 """Programs of `cpu-simd` that only predict: BatchNorm2d folded, threads that join a call once they wake."""
 
+import itertools
 import threading
 from dataclasses import replace
-from itertools import pairwise
 from queue import SimpleQueue
 
 import numpy as np
@@ -57,6 +57,17 @@ def test_few_images_have_the_scores_that_they_have_among_many(target, batch, l2_
         np.testing.assert_array_equal(program.predict(few), scores[-count:])
 
 
+@pytest.mark.parametrize("target", sorted(TARGETS))
+def test_weights_that_one_or_two_images_stream_are_not_asked_for_ahead(target):
+    network, wide = Network((256,), (Linear(256), Linear(10))), replace(TARGETS[target], forward_only=True)
+    plans = {
+        (images, l2_bytes): Plan(network, replace(wide, l2_bytes=l2_bytes), 1, images)
+        for images, l2_bytes in itertools.product((1, 2, 3, 4), (1 << 16, 1 << 20))
+    }
+    asked = {key for key, plan in plans.items() if plan.nodes[0].ahead}
+    assert asked == {(3, 1 << 16), (4, 1 << 16)}
+
+
 def test_batch_norm_costs_nothing_after_a_convolution():
     network = TIMED["vgg_norm"][1]
     plan = Plan(Folded.of(network).network, replace(HOST, forward_only=True), 1, 8)
@@ -72,7 +83,7 @@ def test_activations_leave_their_room_to_later_ones(name):
     plan = Plan(Folded.of(TIMED[name][1]).network, replace(HOST, forward_only=True), 0.25, 8)
     tensors = [node.y for node in plan.nodes if not isinstance(node, Split)]
     assert plan.arena.scratch < 0.4 * sum(map(plan.arena.floats, tensors))
-    for x, y in pairwise(tensors):
+    for x, y in itertools.pairwise(tensors):
         assert int(y.offset) not in range(int(x.offset), int(x.offset) + plan.arena.floats(x))
         assert int(x.offset) not in range(int(y.offset), int(y.offset) + plan.arena.floats(y))
 

@@ -28,9 +28,9 @@ from cnnexp.optimizers import Optimizer
 FEW_IMAGES = 8, 4
 """Of a tile, where a larger one would take more of them twice: MLP with GELU predicts one image in half the time."""
 
-STEPS_AHEAD = 32
+STEPS_AHEAD, STREAMED = 32, 2
 """Of a sum, by which weights from beyond L2 are brought near where one tile has all images. Of several tiles the first
-would wait for memory. Wide MLP predicts 16 images in 0.77 of the time."""
+would wait for memory. Wide MLP predicts 16 images in 0.77 of the time (Xeon); up to `STREAMED` in 1.28 (Zen 4)."""
 
 NEAR_SUMS = 256
 """Vectors of sums that stay in L1, of the input's gradient of few images."""
@@ -86,7 +86,7 @@ class Wide(Dense):
         beyond_l2 = plan.target.forward_only and 4 * features * outputs > target.l2_bytes
         if beyond_l2 and self.height < plan.share <= most_height(1, target.registers):
             self.height, width = plan.share, 1
-        self.ahead = STEPS_AHEAD if beyond_l2 and self.height == plan.share else 0
+        self.ahead = STEPS_AHEAD if beyond_l2 and self.height == plan.share > STREAMED else 0
         # an odd number of lines, or of rows of whole lines: the input's gradient goes from panel to panel
         together = LINE_FLOATS // math.gcd(width * target.lanes, LINE_FLOATS)
         self.panels = Panels(together * (-(-features // together) | 1), outputs, width, target.lanes)
