@@ -198,7 +198,7 @@ def code_of(value: Any, names: tuple[str, ...] = (), seen: tuple[Any, ...] = ())
         return "seen"
     match value:
         case types.FunctionType():
-            codes = [value.__code__] * (value.__module__.partition(".")[0] != __name__.partition(".")[0])
+            codes = [value.__code__] * (str(value.__module__).partition(".")[0] != __name__.partition(".")[0])
             for code in codes:
                 codes += [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
             names, found = tuple(name for code in codes for name in code.co_names), value.__globals__
