@@ -209,6 +209,8 @@ GROUPS = ("main", "batch", "filters", "size", "depth", "networks", "papers", "in
 def select(wanted: list[str]) -> list[Case]:
     """Return the cases that the groups and names in `wanted` mean, each network and batch once a group.
 
+    Those named come last, in the order given.
+
     Raises:
         ValueError: nothing has that name.
     """
@@ -217,5 +219,6 @@ def select(wanted: list[str]) -> list[Case]:
         if name not in legal:
             raise ValueError(f"--cases {name}: unknown; legal: {', '.join(dict.fromkeys(legal))}")
     grouped = [case for case in CASES if case.group in wanted]
-    named = {case.name: case for case in reversed(CASES) if case.name in wanted}
-    return grouped + [case for name, case in named.items() if name not in {case.name for case in grouped}]
+    by_name = {case.name: case for case in reversed(CASES)}
+    named = [by_name[name] for name in dict.fromkeys(wanted) if name in by_name]
+    return grouped + [case for case in named if case.name not in {one.name for one in grouped}]

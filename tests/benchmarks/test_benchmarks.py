@@ -54,6 +54,7 @@ def test_what_is_legal_is_named_and_the_recorded_command_holds_no_folder_of_this
     with pytest.raises(ValueError, match="--contestants caffe: unknown; legal: ours, peer"):
         contestants.select(["caffe"])
     assert len(cases.select(["main"])) == 4
+    assert [case.name for case in cases.select(["vgg-b16", "lenet5-b1", "vgg-b16"])] == ["vgg-b16", "lenet5-b1"]
     cores = len(program.machine.usable_cores())
     assert program._threads(["all", "1"]) == sorted({1, cores})
     with pytest.raises(ValueError, match=f"--threads {cores + 1}: legal are 1 .. {cores} and all"):
