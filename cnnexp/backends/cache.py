@@ -133,7 +133,7 @@ def _say_compiling() -> None:
 
 @functools.cache
 def source_files() -> list[Path]:
-    """Return the files that the machine code comes from: kernels, layers and optimizers, and what they import."""
+    """Return the files that the machine code comes from: of the backends, the layers and the optimizers."""
     folder, layers_folder = Path(__file__).parent, Path(network.__file__).parent
     kernels = [*folder.glob("*.py"), *folder.glob("cpu/*.py"), *folder.glob("simd/**/*.py")]
     return sorted([*kernels, *layers_folder.glob("*.py"), Path(optimizers.__file__)])
