@@ -30,7 +30,7 @@ FEW_IMAGES = 8, 4
 
 STEPS_AHEAD, STREAMED = 32, 2
 """Of a sum, by which weights from beyond L2 are brought near where one tile has all images, if more than `STREAMED`.
-Wide MLP predicts 16 in 0.77 of the time (Xeon), one in 1.25 (Zen 4). Of several tiles the first would wait for memory."""
+Wide MLP predicts 16 in 0.77 of the time (Xeon), one in 1.25 (Zen 4). The first of several tiles would wait for them."""
 
 NEAR_SUMS = 256
 """Vectors of sums that stay in L1, of the input's gradient of few images."""
