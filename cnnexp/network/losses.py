@@ -72,11 +72,12 @@ class Loss:
         powers = np.exp(scores - np.maximum.reduce(scores, axis=1, keepdims=True))
         return powers / np.add.reduce(powers, axis=1, keepdims=True)
 
-    def rule(self, outputs: int, exp: Callable, log: Callable, log1p: Callable) -> Rule:
+    def rule(self, outputs: int, exp: Callable | None, log: Callable, log1p: Callable) -> Rule:
         """Return the loss of one image, in the form that a target compiles or runs; all numbers are float32.
 
         It is given scores (outputs,), the label, a factor on the gradient, and where the gradient goes (outputs,); and
-        returns the loss and whether the image was classified right. `log(0)` and `log1p(-1)` are -infinity.
+        returns the loss and whether the image was classified right. `log(0)` and `log1p(-1)` are -infinity. Without
+        `exp`, what a softmax asks for lies where the gradient goes: exp(score - the largest).
         """
         weights, is_weighted = tuple(map(np.float32, self.class_weights or (1.0,))), bool(self.class_weights)
         match self.name:
@@ -94,19 +95,19 @@ Loss.SOFTMAX_CROSS_ENTROPY, Loss.BINARY_CROSS_ENTROPY, Loss.MEAN_SQUARED_ERROR =
 
 
 def _softmax_rule(
-    outputs: int, weights: Weights, is_weighted: bool, smoothing: np.float32, exp: Callable, log: Callable
+    outputs: int, weights: Weights, is_weighted: bool, smoothing: np.float32, exp: Callable | None, log: Callable
 ) -> Rule:
     is_smooth, share, rest = bool(smoothing), np.float32(smoothing / outputs), ONE - smoothing
 
     def softmax_cross_entropy(scores: Any, label: Any, scale: Any, d_scores: Any) -> tuple[Any, Any]:
         best, total, whole = 0, ZERO, ZERO
-        if is_weighted:
-            scale = scale * weights[label]
+        scale = scale * (weights[label] if is_weighted else ONE)
         for o in range(outputs):
             if scores[o] > scores[best]:
                 best = o
         for o in range(outputs):
-            d_scores[o] = exp(scores[o] - scores[best])
+            if exp is not None:
+                d_scores[o] = exp(scores[o] - scores[best])
             total += d_scores[o]
             whole += scores[o]
         factor, spread = scale / total, share * scale
@@ -129,8 +130,7 @@ def _binary_rule(weights: Weights, is_weighted: bool, log: Callable, log1p: Call
         log_p = LOG_FLOOR if log_p < LOG_FLOOR else log_p
         log_q = LOG_FLOOR if log_q < LOG_FLOOR else log_q
         variance = VARIANCE_FLOOR if variance < VARIANCE_FLOOR else variance
-        if is_weighted:
-            scale = scale * weights[label]
+        scale = scale * (weights[label] if is_weighted else ONE)
         d_scores[0] = (p - target) / variance * scale
         loss = -(target * log_p + (ONE - target) * log_q)
         return (loss * weights[label] if is_weighted else loss), (p >= HALF) == is_one
@@ -143,8 +143,7 @@ def _squares_rule(outputs: int, weights: Weights, is_weighted: bool) -> Rule:
 
     def mean_squared_error(scores: Any, label: Any, scale: Any, d_scores: Any) -> tuple[Any, Any]:
         best, total = 0, ZERO
-        if is_weighted:
-            scale = scale * weights[label]
+        scale = scale * (weights[label] if is_weighted else ONE)
         for o in range(outputs):
             if scores[o] > scores[best]:
                 best = o

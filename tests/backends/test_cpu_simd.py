@@ -23,6 +23,7 @@ from cnnexp.backends.simd.runtime.limit import CHAINS, fma_loop
 from cnnexp.backends.simd.runtime.program import make_plan, paying_threads
 from cnnexp.backends.simd.runtime.thread_pool import ThreadPool
 from cnnexp.errors import DataError
+from cnnexp.network.losses import compute
 
 LOSS = Loss.SOFTMAX_CROSS_ENTROPY
 TINY = Network((2,), (Linear(3), ReLU(), Linear(2)))
@@ -178,6 +179,26 @@ def test_exp_is_as_accurate_as_it_says():
     x, exact = np.append(x, np.float32([np.nan, -1e30, 1e30, 0])), np.append(exact, [np.nan, 0, 1, 0.5])
     y = program.predict(program.load(x[:, np.newaxis], np.zeros(len(x), np.int32)))[:, 0]
     np.testing.assert_allclose(y, exact, rtol=2.5e-7, atol=1e-36)
+
+
+@pytest.mark.parametrize("target", ["host", "sse", "avx2", "wide"])
+@pytest.mark.parametrize("outputs", [2, 10, 21])
+def test_the_softmax_of_any_scores(target, outputs):
+    """In whole vectors, in part and in both: near each other and far apart, equal ones, too large to add up, a NaN."""
+    scores = np.random.default_rng(0).normal(0, 3, (6, outputs)).astype(np.float32)
+    scores[1] *= 100
+    scores[2] = 7
+    scores[3, 0], scores[4, 1], scores[5, 1] = 3e38, -3e38, np.nan
+    labels, loss = np.arange(6, dtype=np.int32) % outputs, Loss("softmax_cross_entropy", label_smoothing=0.1)
+    program = OnTarget(TARGETS[target]).compile(Network((outputs,), (Linear(outputs),)), loss, SGD(), 1)
+    program.restore({"parameters": np.append(np.eye(outputs, dtype=np.float32), np.zeros(outputs, np.float32))})
+    losses, expected = np.empty(6), np.empty((6, outputs))
+    compute(loss, scores.astype(np.float64), labels, 1, expected, losses, np.empty(6, np.uint8))
+    handle = program.load(scores, labels)
+    for image in range(6):
+        totals, gradient = program.gradients(handle, np.array([image]))
+        np.testing.assert_allclose(totals.loss, losses[image], rtol=1e-6)
+        np.testing.assert_allclose(gradient[-outputs:], expected[image], atol=3e-7)
 
 
 def test_an_intrinsic_without_its_feature_is_refused():

@@ -7,6 +7,7 @@ then on, nobody waits for who does not come, and scores do not depend on who cam
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import numpy as np
@@ -41,7 +42,8 @@ def make_forward(plan: Plan, key: str, library: ir.Module) -> Dispatcher:
     run, setup = (compose(name, plan.target, getattr(plan, name), library) for name in ("forward", "setup"))
     gather_bytes, gather_floats = gathers(plan, library)
     run_part = compose("part", plan.target, [], library, [[kernel] for kernel in plan.forward], in_parts=True)
-    softmax = compose("softmax", plan.target, [("softmax", lambda k: _softmax(k, plan.scores))], library)
+    probabilities = functools.partial(softmax, scores=plan.scores, to=plan.scores, normalized=True)
+    to_probabilities = compose("softmax", plan.target, [("softmax", probabilities)], library)
     parts = np.array([kernel.parts if isinstance(kernel, Kernel) else 1 for _, kernel in plan.forward])
     kernels, shared = len(parts), parts.max() > 1
     outputs, stride, scores_at = plan.scores.size, plan.scores.stride, int(plan.scores.offset)
@@ -57,7 +59,7 @@ def make_forward(plan: Plan, key: str, library: ir.Module) -> Dispatcher:
     @compiled
     def finish(call: Forward, start: int, end: int, arena: np.ndarray) -> None:
         if call.job[entry.PROBABILITIES]:
-            softmax(call.parameters, arena, arena, end - start)
+            to_probabilities(call.parameters, arena, arena, end - start)
         scores = _floats_at(call.job[entry.SCORES])
         for n in range(end - start):
             for o in range(outputs):
@@ -125,28 +127,29 @@ def gathers(plan: Plan, library: ir.Module) -> list[Callable[..., None]]:
     return [compose(f"gather_{pixel}", plan.target, kernels, library) for pixel, kernels in plan.gather.items()]
 
 
-def _softmax(k: Emitter, scores: NC) -> None:
-    """Make of each image's scores the probabilities of the classes."""
+def softmax(k: Emitter, scores: NC, to: NC, normalized: bool) -> None:
+    """Make e**(score - the largest) of each image's scores, or where `normalized` the probabilities of the classes."""
     least = k.constant(-3e38)
 
     def larger(a: ir.Value, b: ir.Value) -> ir.Value:
         return k.select(k.larger_of(a, b), a, b)
 
     with k.loop(k.count) as n:
-        row, largest, total = scores.stored(k, n), k.variable(least), k.variable()
+        row, target, largest, total = scores.stored(k, n), to.stored(k, n), k.variable(least), k.variable()
         # the largest
         for v, valid in k.vectors(scores.size):
             largest.set(larger(k.load_part(row.at(v, k.lanes), valid, least), largest.get()))
         top = k.spread(k.fold(larger, largest.get()))
         # the powers and their sum; e**-80 counts for nothing, and what is no normal number takes long
         for v, valid in k.vectors(scores.size):
-            power = k.subtract(k.load_part(row.at(v, k.lanes), valid, least), top)
-            value = exp(k, larger(k.constant(-80), power))
-            k.store(value, row.at(v, k.lanes))
+            below = k.subtract(k.load_part(row.at(v, k.lanes), valid, least), top)
+            value = exp(k, larger(k.constant(-80), below))
+            k.store_part(value, target.at(v, k.lanes), valid)
             total.set(k.add(total.get(), value))
-        whole = k.spread(k.sum_lanes(total.get()))
-        for v, _ in k.vectors(scores.size):
-            k.store(k.builder.fdiv(k.load(row.at(v, k.lanes)), whole), row.at(v, k.lanes))
+        if normalized:
+            whole = k.spread(k.sum_lanes(total.get()))
+            for v, _ in k.vectors(scores.size):
+                k.store(k.builder.fdiv(k.load(target.at(v, k.lanes)), whole), target.at(v, k.lanes))
 
 
 def compiler(key: str) -> Callable:

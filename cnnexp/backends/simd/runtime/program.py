@@ -120,26 +120,21 @@ class SimdProgram(Program[LoadedSplit]):
             except BaseException:
                 child.end_all()  # Ctrl-C, too, is not to wait for what compiles beside
                 raise
-        self._rows = plan.explain(threads)
-        self._layout = plan.parameters
-        self._outputs = plan.scores.size
+        self._rows, self._layout, self._outputs = plan.explain(threads), plan.parameters, plan.scores.size
         self._parameters = aligned_zeros((plan.parameters.size,))
         self._slots = aligned_zeros((2, plan.parameters.size))
         self._gradients = aligned_zeros((threads, plan.parameters.size))
         tiles = -(-batch_size // threads) if plan.seams else 1
         self._arenas = plan.arena.make(threads, -(-tiles // plan.arena.images))
         self._calls = Calls(plan.nodes, plan, self._arenas)
-        self._totals = np.zeros((threads, LINE))
-        self._flags = np.zeros(threads * LINE, np.int64)
+        self._totals, self._flags = np.zeros((threads, LINE)), np.zeros(threads * LINE, np.int64)
         self._counts = np.zeros((threads, round_up(FIRST + len(self._arenas), LINE)), np.int64)
         self._running = aligned_zeros((network.running_count + target.lanes,))
         self._averages = self._running[: network.running_count]
         write = functools.partial(np.copyto, self._averages)
         self.pending: PendingAverages = PendingAverages(network, self._averages.copy, write)
-        self._step, self._seed = 0, 0
-        self._drawing = [node.name for node in plan.dropouts]
-        self._clocks = plan.clocks
-        self._ticks = np.zeros(len(plan.clocks.parts), np.int64)
+        self._step, self._seed, self._drawing = 0, 0, [node.name for node in plan.dropouts]
+        self._clocks, self._ticks = plan.clocks, np.zeros(len(plan.clocks.parts), np.int64)
         self._readings: list[tuple[float, int]] = []
         self._pool, self._adaptive = ThreadPool(threads), AdaptiveThreads(threads, trials=not plan.clocks.on)
         weakref.finalize(self, self._pool.close)
@@ -149,8 +144,7 @@ class SimdProgram(Program[LoadedSplit]):
         return self._rows
 
     def load(self, images: np.ndarray, labels: np.ndarray) -> LoadedSplit:
-        labels = np.ascontiguousarray(labels, np.int32)
-        classes = max(2, self._outputs)
+        labels, classes = np.ascontiguousarray(labels, np.int32), max(2, self._outputs)
         if len(images) and not (labels.min() >= 0 and labels.max() < classes):
             raise DataError(
                 f"labels {labels.min()} to {labels.max()}: the network distinguishes {classes} classes, from 0"

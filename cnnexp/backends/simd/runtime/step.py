@@ -29,10 +29,9 @@ from cnnexp.backends.simd.compiler.entry import APPLY, GRADIENTS, TRAIN, Call, F
 from cnnexp.backends.simd.compiler.host import host_target
 from cnnexp.backends.simd.compiler.intrinsics import LOAD_CONTROL, STORE_CONTROL, call
 from cnnexp.backends.simd.compiler.native import MachineCode, add_packed
-from cnnexp.backends.simd.layouts import NC
 from cnnexp.backends.simd.lowering import Plan
 from cnnexp.backends.simd.runtime.barrier import wait
-from cnnexp.backends.simd.runtime.forward import compiler, gathers, make_forward
+from cnnexp.backends.simd.runtime.forward import compiler, gathers, make_forward, softmax
 from cnnexp.backends.simd.runtime.seams import clocking, make_batch
 from cnnexp.network.losses import Loss
 from cnnexp.optimizers import Optimizer
@@ -102,7 +101,7 @@ def _make_batch(plan: Plan, loss: Loss, compiled: Callable, library: ir.Module) 
     backward = compose("backward", target, plan.backward, library)
     owned_gradients = compose("owned_gradients", target, plan.gradients, library)
     charge_gather, charge_loss = (clocking(plan, name) for name in ("gather", "loss"))
-    tile_loss = _tile_loss(loss, plan.scores, plan.d_scores, compiled)
+    tile_loss = _tile_loss(loss, plan, compiled, library)
 
     def begin(call: Call, arena: np.ndarray, step: int, tile: np.ndarray) -> None:
         draw(call.numbers[step], tile, arena, len(tile), 0)
@@ -256,15 +255,19 @@ def machine_code(plan: Plan, loss: Loss, optimizer: Optimizer, key: str) -> Mach
     return MachineCode.linked(bitcode, str(library))
 
 
-def _tile_loss(loss: Loss, scores: NC, d_scores: NC, compiled: Callable) -> Callable:
-    """Return the loss of a tile, image by image."""
+def _tile_loss(loss: Loss, plan: Plan, compiled: Callable, library: ir.Module) -> Callable:
+    """Return the loss of a tile, image by image, whose softmax is begun in vectors."""
+    scores, d_scores = plan.scores, plan.d_scores
     outputs, stride, scores_at, d_scores_at = scores.size, scores.stride, int(scores.offset), int(d_scores.offset)
-    one, rule = np.float32(1), compiled(loss.rule(outputs, math.exp, math.log, math.log1p))
+    one, rule = np.float32(1), compiled(loss.rule(outputs, None, math.log, math.log1p))
+    powers = "powers", functools.partial(softmax, scores=scores, to=d_scores, normalized=False)
+    begin = compose("loss", plan.target, [powers] if loss.name == "softmax_cross_entropy" else [], library)
 
     @compiled
     def tile_loss(
         arena: np.ndarray, nan_mask: np.ndarray, labels: np.ndarray, order: np.ndarray, batch: int, totals: np.ndarray
     ) -> None:
+        begin(arena, arena, arena, len(order))
         scale = one / np.float32(batch)
         for n in range(len(order)):
             s = arena[scores_at + n * stride : scores_at + n * stride + outputs]
