@@ -140,11 +140,11 @@ def softmax(k: Emitter, scores: NC, to: NC, normalized: bool) -> None:
         for v, valid in k.vectors(scores.size):
             largest.set(larger(k.load_part(row.at(v, k.lanes), valid, least), largest.get()))
         top = k.spread(k.fold(larger, largest.get()))
-        # the powers and their sum; e**-80 counts for nothing, and what is no normal number takes long
+        # powers and sum, whole where read whole; e**-80 counts for nothing, and what is no normal number takes long
         for v, valid in k.vectors(scores.size):
             below = k.subtract(k.load_part(row.at(v, k.lanes), valid, least), top)
             value = exp(k, larger(k.constant(-80), below))
-            k.store_part(value, target.at(v, k.lanes), valid)
+            k.store_part(value, target.at(v, k.lanes), k.lanes if normalized else valid)
             total.set(k.add(total.get(), value))
         if normalized:
             whole = k.spread(k.sum_lanes(total.get()))
