@@ -33,7 +33,12 @@ def command(arguments: Sequence[str]) -> None:
     if name not in {*BACKENDS, *LAYERS, *OPTIMIZERS, *NAMES}:
         load_installed()
     if name in BACKENDS:
-        _check_backend(name)
+        backend, other = backend_class(name)(), testing.reference_of(name)
+        sys.stdout.write(f"{name} beside {other}: scores, losses, gradients, steps taken twice, resumed steps\n")
+        found = {title: _examine(title, backend, backend_class(other)(), title) for title in testing.NETWORKS}
+        if guilty := testing.explain(found):
+            sys.stdout.write(f"{guilty}\n")
+        _conclude(name, [verdict for verdict, _ in found.values()], "networks")
     elif name in OPTIMIZERS:
         optimizer = build(OPTIMIZERS[name], {}, name)
         testing.check_optimizer(optimizer)
@@ -52,16 +57,6 @@ def command(arguments: Sequence[str]) -> None:
         rules = [layer for layer in LAYERS if issubclass(LAYERS[layer], Elementwise)]
         legal = [*BACKENDS, *rules, *OPTIMIZERS, *NAMES]
         raise ConfigError(f"check {name}: unknown; legal: {', '.join(legal)}{did_you_mean(name, legal)}")
-
-
-def _check_backend(name: str) -> None:
-    """Compare a backend with another on every network of `testing`, and say which operation explains what is wrong."""
-    backend, other = backend_class(name)(), testing.reference_of(name)
-    sys.stdout.write(f"{name} beside {other}: scores, losses, gradients, steps taken twice, resumed steps\n")
-    found = {title: _examine(title, backend, backend_class(other)(), title) for title in testing.NETWORKS}
-    if guilty := testing.explain(found):
-        sys.stdout.write(f"{guilty}\n")
-    _conclude(name, [verdict for verdict, _ in found.values()], "networks")
 
 
 def _compare(name: str, network: Network, optimizer: Optimizer) -> None:

@@ -56,7 +56,15 @@ def find_earlier(resume: str | None, folder: Path, config: Mapping[str, Any]) ->
     if resume is None:
         return None
     if resume == AUTO:
-        return _newest(folder, config_hash(config))
+        stopped = [folder]
+        if not (folder / JOURNAL).exists():
+            wanted, journals = config_hash(config), outputs_dir().rglob(JOURNAL)
+            same = sorted((j.parent for j in journals if hash_in(j) == wanted), key=MOST["latest"], reverse=True)
+            stopped = [holder for holder in same if not is_locked(holder)]
+        for holder in stopped:
+            with contextlib.suppress(CheckpointError):
+                return ResumePoint(holder, checkpoint.find(holder))
+        return ResumePoint(stopped[0], None) if stopped else None  # begun, and stopped before its first checkpoint
     path = find_run(resume, f"trainer.resume={resume!r}").absolute()
     holder = folder_of(path)
     if holder.resolve() == folder.resolve() and path != checkpoint.list_checkpoints(path.parent)[-1]:
@@ -94,15 +102,3 @@ def _trained() -> list[Path]:
     """Return the folders under `outputs/` of runs that have a checkpoint."""
     folders = [journal.parent for journal in outputs_dir().rglob(JOURNAL)]
     return [folder for folder in folders if checkpoint.holds_checkpoints(folder)]
-
-
-def _newest(folder: Path, wanted: str) -> ResumePoint | None:
-    """Return the run of a folder, else the newest of a config that has a checkpoint, else the newest of it."""
-    stopped = [folder]
-    if not (folder / JOURNAL).exists():
-        same = [journal.parent for journal in outputs_dir().rglob(JOURNAL) if hash_in(journal) == wanted]
-        stopped = [holder for holder in sorted(same, key=MOST["latest"], reverse=True) if not is_locked(holder)]
-    for holder in stopped:
-        with contextlib.suppress(CheckpointError):
-            return ResumePoint(holder, checkpoint.find(holder))
-    return ResumePoint(stopped[0], None) if stopped else None

@@ -63,13 +63,10 @@ def _one_cycle(schedule: Schedule, done: int, epochs: int, step: int, steps: int
 
 # name -> (the factor of a step, given the epochs done, of how many, the steps done, of how many; the keys it looks at)
 FACTORS: dict[ScheduleName, tuple[Callable[[Schedule, int, int, int, int], float], tuple[str, ...]]] = {
-    "constant": (lambda s, done, epochs, step, steps: 1.0, ()),
-    "step": (lambda s, done, epochs, step, steps: s.factor ** (done // s.every), ("every", "factor")),
-    "milestones": (
-        lambda s, done, epochs, step, steps: s.factor ** sum(done >= epoch for epoch in s.milestones),
-        ("milestones", "factor"),
-    ),
-    "cosine": (lambda s, done, epochs, step, steps: 0.5 * (1 + math.cos(math.pi * done / epochs)), ()),
+    "constant": (lambda *_: 1.0, ()),
+    "step": (lambda s, done, *_: s.factor ** (done // s.every), ("every", "factor")),
+    "milestones": (lambda s, done, *_: s.factor ** sum(done >= at for at in s.milestones), ("milestones", "factor")),
+    "cosine": (lambda s, done, epochs, *_: 0.5 * (1 + math.cos(math.pi * done / epochs)), ()),
     "polynomial": (lambda s, done, epochs, step, steps: (1 - step / steps) ** s.power, ("power",)),
     "one_cycle": (_one_cycle, ("peak",)),
 }
