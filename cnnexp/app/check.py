@@ -25,10 +25,8 @@ def command(arguments: Sequence[str]) -> None:
         CnnexpError: it is wrong, or takes none of the networks.
     """
     if len(arguments) != 1 or "=" in arguments[0]:
-        raise ConfigError(
-            "check: give one backend, layer, optimizer or loss, and its file where it is yours: "
-            "check NAME [plugins=FILE.py]"
-        )
+        usage = "check NAME [plugins=FILE.py]"
+        raise ConfigError(f"check: give one backend, layer, optimizer or loss, and its file where it is yours: {usage}")
     name = arguments[0]
     if name not in {*BACKENDS, *LAYERS, *OPTIMIZERS, *NAMES}:
         load_installed()

@@ -56,9 +56,8 @@ def explain(error: Exception, config_keys: Callable[[], Sequence[str]]) -> Confi
         read = [frame.f_locals["full_path"] for frame in frames if "full_path" in frame.f_locals]  # of Hydra
         return ConfigError(f"{read[-1] if read else 'a config file'}: not UTF-8 text: {error}")
     if text != said or "token recognition error" in text:
-        return ConfigError(
-            f"cannot read {_one_line(text).rstrip(' ^')}; quote a value of other letters: KEY=\"'VALUE'\""
-        )
+        how = "quote a value of other letters: KEY=\"'VALUE'\""
+        return ConfigError(f"cannot read {_one_line(text).rstrip(' ^')}; {how}")
     if match := re.match(r"Error merging override (.+)", text):
         why = (str(error.__cause__).splitlines() or [""])[0]
         return ConfigError(f"{match[1]}: {MERGES.get(why, why)}")

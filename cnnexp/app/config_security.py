@@ -133,10 +133,9 @@ def check_placed(values: Any, file: Path) -> None:
         text = "null" if value is None else str(value)
         rules = [rule for name, rule in FROM_FILES.items() if re.fullmatch(name, key)]
         if key == "tracking.uri" and may_hold_secret(text):
-            raise ConfigError(
-                f"{file}: tracking.uri: refused; what it holds besides a host would be copied beside every run: "
-                "type tracking.uri=STORE, or tracking.uri='${oc.env:NAME}' and set the variable NAME"
-            )
+            typed = "type tracking.uri=STORE, or tracking.uri='${oc.env:NAME}' and set the variable NAME"
+            why = f"what it holds besides a host would be copied beside every run: {typed}"
+            raise ConfigError(f"{file}: tracking.uri: refused; {why}")
         if not rules or not re.fullmatch(rules[0], text):
             legal = next(said for name, said in LEGAL.items() if re.match(name, key))
             raise ConfigError(f"{file}: {key}={value!r}: refused; in a file, {legal}; else type it")
@@ -157,10 +156,8 @@ def check_composed(config: Mapping[str, Any]) -> None:
             if (named and key not in ("filename", "level")) or imported:
                 raise ConfigError(f"{here}={item!r}: refused; legal: {', '.join(sorted(LOGGING | STREAMS))}")
         if here == "hydra.job.env_set" and item:
-            raise ConfigError(
-                f"{here}={item!r}: refused; a variable may name code, which processes of the run would load: set it "
-                "where you type the command"
-            )
+            why = "a variable may name code, which processes of the run would load: set it where you type the command"
+            raise ConfigError(f"{here}={item!r}: refused; {why}")
         if here in NAMES and item is not None and not re.fullmatch(r"(?!\.+$)[\w. -]+", str(item)):
             raise ConfigError(f"{here}={item!r}: refused; legal: a plain name, which stays in the run's folder")
 
@@ -184,10 +181,8 @@ def _check_texts(node: yaml.Node, path: Path, defaults: bool = False) -> None:
     if isinstance(node, yaml.ScalarNode):
         where = f"{path}, line {node.start_mark.line + 1}: {node.value!r}: refused; "
         if "$" in HARMLESS.sub("", node.value):
-            raise ConfigError(
-                f"{where}in a file, $ stands only in ${{SECTION.KEY}} (but of tracking), ${{by:...}}, ${{outputs:}}, "
-                "${now:%Y...}: what reads the environment is typed"
-            )
+            legal = "${SECTION.KEY} (but of tracking), ${by:...}, ${outputs:}, ${now:%Y...}"
+            raise ConfigError(f"{where}in a file, $ stands only in {legal}: what reads the environment is typed")
         if MAKES_KEYS.search(node.value):
             raise ConfigError(f"{where}a config runs no code but what ships with cnnexp")
         if node.value == "searchpath" or (defaults and re.search(r"\.\.|//|\\|:", node.value)):

@@ -67,11 +67,9 @@ class Display:
         if self._rows:
             splits = f"{len(dataset.train):,} images to train on, {len(dataset.test):,} to test on"
             threads = f"{backend.threads} thread{'s' if backend.threads > 1 else ''} of "
-            self._wrapped(
-                f"{dataset.name}: {splits}; {network.parameter_count:,} parameters; "
-                f"{backend.name} on {'' if backend.on_gpu else threads}{backend.device_name}, "
-                f"ready after {compile_s:.1f} s"
-            )
+            size = f"{network.parameter_count:,} parameters"
+            where = f"{backend.name} on {'' if backend.on_gpu else threads}{backend.device_name}"
+            self._wrapped(f"{dataset.name}: {splits}; {size}; {where}, ready after {compile_s:.1f} s")
             say_folder(self.console, folder)
 
     def explain(self, kernels: Sequence[Part]) -> None:
@@ -83,10 +81,8 @@ class Display:
         rows = [(row.kernel, row.algorithm, row.tile, *count) for row, count in zip(kernels, counts, strict=True)]
         table = Table([Group("multiply-adds"), Group("of limit")], rows, ["kernel", "algorithm", "tile"])
         self.console.print(as_screen(table, None, self.console.width), highlight=False)
-        self._wrapped(
-            f"{kernels[0].threads} threads share a batch's images; multiply-adds and the share of the CPU's limit, as "
-            "expected by the cost model, are of one image"
-        )
+        expected = "multiply-adds and the share of the CPU's limit, as expected by the cost model, are of one image"
+        self._wrapped(f"{kernels[0].threads} threads share a batch's images; {expected}")
 
     def progressed(self, progress: EpochProgress) -> None:
         if self._bar:

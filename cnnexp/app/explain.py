@@ -69,10 +69,8 @@ def clock_steps(path: Path, config: Mapping[str, Any], given: str) -> dict[str, 
     trainer = build(Trainer, config["trainer"], "trainer")
     dataset = named("dataset", config["dataset"]).load()
     if dataset.input_shape != network.input_shape:
-        raise ConfigError(
-            f"{given}: dataset.name={dataset.name!r} has inputs of shape {dataset.input_shape}, the run's are of shape "
-            f"{network.input_shape}"
-        )
+        shapes = f"{dataset.input_shape}, the run's are of shape {network.input_shape}"
+        raise ConfigError(f"{given}: dataset.name={dataset.name!r} has inputs of shape {shapes}")
     compiling = network, loss, named("optimizer", config["optimizer"]), trainer.batch_size
     backend, ledger = named("backend", config["backend"]).clocked, Ledger()
     most = MOST_STEPS * trainer.batch_size

@@ -45,8 +45,7 @@ def command(arguments: Sequence[str]) -> None:
     target = Path(arguments[1]) if arguments[1:] else folder_of(path) / FILE
     target.write_bytes(content)
     shape = " x ".join(map(str, network.input_shape))
-    sys.stdout.write(
-        f"{target}\n{graph.INPUT}: {classifier.pixels}, N x {shape}; {graph.OUTPUT}: float32, "
-        f"N x {len(classifier.classes)}\nonnxruntime {onnxruntime.__version__} differs from predict by {differ:.0e}, "
-        f"over {CHECKED} random images\n"
-    )
+    takes, gives = f"{classifier.pixels}, N x {shape}", f"float32, N x {len(classifier.classes)}"
+    differs = f"differs from predict by {differ:.0e}, over {CHECKED} random images"
+    sys.stdout.write(f"{target}\n{graph.INPUT}: {takes}; {graph.OUTPUT}: {gives}\n")
+    sys.stdout.write(f"onnxruntime {onnxruntime.__version__} {differs}\n")

@@ -267,10 +267,8 @@ class SweepCallback(Callback):
             folder, paper = Path(config.hydra.sweep.dir), config.sweep.paper
             varied, jobs = _plan(overrides, config.hydra.sweeper)
             if config.trainer.resume is None and any(holds_run(folder / str(number)) for number in range(jobs or 0)):
-                raise ConfigError(
-                    f"hydra.sweep.dir={folder}: holds the runs of another sweep; choose another folder, or go on with "
-                    "them by trainer.resume=auto"
-                )
+                advice = "choose another folder, or go on with them by trainer.resume=auto"
+                raise ConfigError(f"hydra.sweep.dir={folder}: holds the runs of another sweep; {advice}")
             common = {**record(OmegaConf.masked_copy(config, list(SECTIONS))), "varied": varied}
             earlier = _earlier_sweep(config, folder, common)
             recorder = _recorder(tracking)

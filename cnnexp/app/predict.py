@@ -44,9 +44,8 @@ def _parse(arguments: Sequence[str]) -> tuple[str, list[str], dict[str, dict[str
             # without a dot it picks the object, as on the command line of a run
             overrides.append(argument if "." in key else f"{key}.name={value}")
         elif argument.startswith("-") or (given and not Path(argument).exists()):
-            raise ConfigError(
-                f"predict {argument}: unknown; legal: dataset=NAME, backend=NAME, their keys, and files that exist"
-            )
+            legal = "dataset=NAME, backend=NAME, their keys, and files that exist"
+            raise ConfigError(f"predict {argument}: unknown; legal: {legal}")
         else:
             words.append(argument)
     try:
@@ -82,10 +81,9 @@ def _classify_files(classifier: Classifier, files: Sequence[str]) -> Iterator[st
 def _classify_split(classifier: Classifier, dataset: Dataset) -> Iterator[str]:
     """Yield `NUMBER  CLASS  PROBABILITY` of each test image, what a wrong one is instead, and the accuracy."""
     if dataset.input_shape != classifier.input_shape or len(dataset.classes) != len(classifier.classes):
-        raise DataError(
-            f"dataset={dataset.name}: inputs of shape {dataset.input_shape} and {len(dataset.classes)} classes; the "
-            f"model takes {classifier.input_shape} and tells {len(classifier.classes)} apart"
-        )
+        given = f"inputs of shape {dataset.input_shape} and {len(dataset.classes)} classes"
+        takes = f"the model takes {classifier.input_shape} and tells {len(classifier.classes)} apart"
+        raise DataError(f"dataset={dataset.name}: {given}; {takes}")
     probabilities = classifier.predict(dataset.test.images)
     predicted = probabilities.argmax(axis=1)
     digits, letters = len(str(len(predicted) - 1)), max(map(len, dataset.classes))

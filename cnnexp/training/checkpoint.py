@@ -214,13 +214,9 @@ def holds_checkpoints(folder: Path) -> bool:
 def check_same(checkpoint: Checkpoint, training: Mapping[str, Any], path: Path) -> None:
     """Raise CheckpointError unless the checkpoint is of this very training, naming what differs."""
     then, now = checkpoint.training, json.loads(json.dumps(training))
-    differences = [
-        f"{key} is {_short(now.get(key))}, the checkpoint's {_short(then.get(key))}"
-        for key in dict.fromkeys((*now, *then))
-        if now.get(key) != then.get(key)
-    ]
-    if differences:
-        raise CheckpointError(f"checkpoint {path}: of another training: {'; '.join(differences)}")
+    if keys := [key for key in dict.fromkeys((*now, *then)) if now.get(key) != then.get(key)]:
+        differ = [f"{key} is {_short(now.get(key))}, the checkpoint's {_short(then.get(key))}" for key in keys]
+        raise CheckpointError(f"checkpoint {path}: of another training: {'; '.join(differ)}")
 
 
 def list_checkpoints(folder: Path) -> list[Path]:

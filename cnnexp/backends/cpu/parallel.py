@@ -49,11 +49,9 @@ class CpuParallel(ThreadedBackend):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.thread_count > numba.config.NUMBA_NUM_THREADS:
-            raise ConfigError(
-                f"backend.threads={self.threads}: must be at most {numba.config.NUMBA_NUM_THREADS}, "
-                "the environment variable NUMBA_NUM_THREADS; unset it"
-            )
+        if self.thread_count > (most := numba.config.NUMBA_NUM_THREADS):
+            legal = f"must be at most {most}, the environment variable NUMBA_NUM_THREADS; unset it"
+            raise ConfigError(f"backend.threads={self.threads}: {legal}")
 
     def scope(self) -> AbstractContextManager[object]:
         return using_threads(self.thread_count, numba.get_num_threads, numba.set_num_threads)

@@ -25,9 +25,8 @@ logging.getLogger("numba.cuda.cudadrv.driver").setLevel(logging.CRITICAL + 1)  #
 try:
     from numba import cuda
 except ImportError as error:  # numba-cuda is there, but not its CUDA bindings
-    raise BackendUnavailable(
-        f"numba-cuda does not import ({error}): {installing('gpu')}, or use backend=cpu-parallel or cpu-simd"
-    ) from error
+    advice = f"{installing('gpu')}, or use backend=cpu-parallel or cpu-simd"
+    raise BackendUnavailable(f"numba-cuda does not import ({error}): {advice}") from error
 
 OLDEST_CAPABILITY = (7, 5)  # that CUDA 13 compiles for
 LARGEST_ARRAY = 2**31  # elements; kernels index with uint32, and the last block may reach past the end
@@ -77,10 +76,8 @@ def open_gpu(index: int) -> Gpu:
         device = cuda.gpus[index]
         driver, toolkit = cuda.cudadrv.driver.get_version(), cuda.runtime.get_version()
         if driver[0] < toolkit[0]:  # a driver takes the code of every toolkit of its own major version
-            raise GpuError(
-                f"the NVIDIA driver takes CUDA {dotted(driver)}, the compiler here is of CUDA {dotted(toolkit)}: "
-                "update the driver, or use backend=cpu-parallel or cpu-simd"
-            )
+            takes = f"takes CUDA {dotted(driver)}, the compiler here is of CUDA {dotted(toolkit)}"
+            raise GpuError(f"the NVIDIA driver {takes}: update the driver, or use backend=cpu-parallel or cpu-simd")
         name, capability = device.name, tuple(device.compute_capability)
         if capability < OLDEST_CAPABILITY:
             raise GpuError(
@@ -118,10 +115,8 @@ def _translate_errors() -> Iterator[None]:
         if found[0] == "CUDA_ERROR_OUT_OF_MEMORY":
             what = "the GPU is out of memory; lower trainer.batch_size, dataset.train_size or the model's size, or end "
             raise GpuError(f"{what}what else computes on it") from error
-        raise GpuError(
-            f"the GPU failed ({found[0]}) and computes no more for this process; nvidia-smi may say why; "
-            "trainer.resume=RUN goes on from the last epoch"
-        ) from error
+        advice = "nvidia-smi may say why; trainer.resume=RUN goes on from the last epoch"
+        raise GpuError(f"the GPU failed ({found[0]}) and computes no more for this process; {advice}") from error
 
 
 def free_memory() -> tuple[float, float]:
@@ -205,13 +200,9 @@ def synchronize() -> None:
 def _check_array(shape: Shape, dtype: Any) -> None:
     size, what = math.prod(shape), f"an array of shape {tuple(shape)}"
     if size >= LARGEST_ARRAY:
-        raise ConfigError(
-            f"{what} has {size:,} elements, GPU kernels index less than {LARGEST_ARRAY:,}; lower trainer.batch_size or "
-            "the model's size"
-        )
+        index = f"GPU kernels index less than {LARGEST_ARRAY:,}; lower trainer.batch_size or the model's size"
+        raise ConfigError(f"{what} has {size:,} elements, {index}")
     needed, (free, total) = size * np.dtype(dtype).itemsize, free_memory()
     if needed > free:
-        raise ConfigError(
-            f"{what} needs {needed:,} bytes of GPU memory, {free:,} of {total:,} are free; lower trainer.batch_size, "
-            "dataset.train_size or the model's size"
-        )
+        lower = "lower trainer.batch_size, dataset.train_size or the model's size"
+        raise ConfigError(f"{what} needs {needed:,} bytes of GPU memory, {free:,} of {total:,} are free; {lower}")

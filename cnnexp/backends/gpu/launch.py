@@ -70,9 +70,8 @@ class Kernel:
             found = argument.dtype if array else getattr(argument, "dtype", type(argument).__name__)
             if found != dtype or array != is_array:
                 given, wanted = ("an array of " if is_one else "" for is_one in (array, is_array))
-                raise TypeError(
-                    f"{self.function.__name__}: argument {place} is {given}{found}, the kernel takes {wanted}{dtype}"
-                )
+                differs = f"argument {place} is {given}{found}, the kernel takes {wanted}{dtype}"
+                raise TypeError(f"{self.function.__name__}: {differs}")
             words.extend(argument.words if array else (argument,))
         return words
 

@@ -73,11 +73,10 @@ def load(
     batch_bytes = batch_size * image_bytes
     batches = int(min(free / SHARE, max(WINDOW_BYTES, batch_bytes)) // batch_bytes)
     if not batches:
-        raise ConfigError(
-            f"the data set, {len(images):,} images, needs {len(images) * image_bytes:,} bytes of GPU memory, and to "
-            f"stream it a batch of {batch_size} needs {SHARE} times {batch_bytes:,}; {free:,} of {total:,} are free; "
-            "lower trainer.batch_size or dataset.train_size"
-        )
+        needs = f"the data set, {len(images):,} images, needs {len(images) * image_bytes:,} bytes of GPU memory"
+        streams = f"to stream it a batch of {batch_size} needs {SHARE} times {batch_bytes:,}"
+        lower = "lower trainer.batch_size or dataset.train_size"
+        raise ConfigError(f"{needs}, and {streams}; {free:,} of {total:,} are free; {lower}")
     room = slice(batches * batch_size)
     return Streamed(images, labels, load_whole(images[room], labels[room]))
 
