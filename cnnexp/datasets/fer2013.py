@@ -67,11 +67,8 @@ def _parse(path: Path) -> dict[str, Split]:
             usage, label, image = _parse_row(row, rows.line_num)
             labels[usage].append(label)
             pixels[usage] += image
-    shape = (-1, SIDE, SIDE, 1)
-    return {
-        usage: Split(np.frombuffer(pixels[usage], np.uint8).reshape(shape), np.array(labels[usage], np.int32))
-        for usage in pixels
-    }
+    images = {usage: np.frombuffer(found, np.uint8).reshape(-1, SIDE, SIDE, 1) for usage, found in pixels.items()}
+    return {usage: Split(images[usage], np.array(labels[usage], np.int32)) for usage in images}
 
 
 def _parse_row(row: list[str], line: int) -> tuple[str, int, bytes]:

@@ -150,10 +150,9 @@ def notes(result: Result) -> list[str]:
     found += [f"{backend}: {error}" for backend, error in lacking.items()]
     load, cores = float(result.facts["machine.load"]), int(result.facts["machine.cores"])
     if load > cores:
-        found.append(
-            f"{load:.0f} processes shared the {cores} cores when this run started, so its seconds are longer than the "
-            "machine needs, and threads wait for each other: ratios say more than seconds, and not much more."
-        )
+        shared = f"{load:.0f} processes shared the {cores} cores when this run started"
+        longer = "its seconds are longer than the machine needs, and threads wait for each other"
+        found.append(f"{shared}, so {longer}: ratios say more than seconds, and not much more.")
     return found
 
 

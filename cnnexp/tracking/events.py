@@ -119,11 +119,9 @@ def read_journal(folder: Path) -> dict[str, Any]:
 def _describes(job: dict[str, Any]) -> bool:
     """Return whether a `job` line holds facts of the kinds that its readers take."""
     kinds = {"name": str, "overrides": list, "config": dict, "config_hash": str, "kind": str, "schema": int}
-    return (
-        all(isinstance(job.get(name, kind()), kind) for name, kind in kinds.items())
-        and all(isinstance(override, str) for override in job.get("overrides", []))
-        and job.get("schema", SCHEMA) <= SCHEMA
-    )
+    right = all(isinstance(job.get(name, kind()), kind) for name, kind in kinds.items())
+    right = right and all(isinstance(override, str) for override in job.get("overrides", []))
+    return right and job.get("schema", SCHEMA) <= SCHEMA
 
 
 def open_journal(path: Path, goes_on: bool = True) -> TextIO:
