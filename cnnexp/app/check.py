@@ -19,10 +19,8 @@ COMPILED = ("python", "cpu", "cpu-simd")  # that a rule is compared on, with `nu
 def command(arguments: Sequence[str]) -> None:
     """Check what `cnnexp check NAME` names, and print what was found.
 
-    Raises:
-        ConfigError: nothing is named, or what nobody knows.
-        BackendUnavailable: the machine lacks what a backend needs.
-        CnnexpError: it is wrong, or takes none of the networks.
+    ConfigError: nothing is named, or what nobody knows; BackendUnavailable: the machine lacks what a backend needs;
+    CnnexpError: it is wrong, or takes none of the networks.
     """
     if len(arguments) != 1 or "=" in arguments[0]:
         usage = "check NAME [plugins=FILE.py]"

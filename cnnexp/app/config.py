@@ -157,9 +157,7 @@ class Settings:
 def load(values: Mapping[str, Any]) -> Settings:
     """Make the pieces from a composed, resolved config, section -> key -> value as plain containers: see `plain`.
 
-    Raises:
-        ConfigError: an unknown section or key, a wrong type, an illegal value.
-        BackendUnavailable: this machine cannot run the chosen backend.
+    ConfigError: an unknown key, a wrong type, an illegal value; BackendUnavailable: this machine lacks what it needs.
     """
     if "plugins" in values:
         raise ConfigError("plugins: refused in a config file, being code; give plugins=FILE.py on the command line")

@@ -31,10 +31,8 @@ EIGHTHS = " ▏▎▍▌▋▊▉█"
 def command(arguments: Sequence[str]) -> None:
     """Print the step of a run beside its baseline's, or of two runs (see `resume.find_run`), why they differ; draw it.
 
-    Raises:
-        ConfigError: not one or two runs, or one that was not profiled and whose record does not say how it was run.
-        CheckpointError: there is no such run.
-        DataError: a run that was not profiled, and its data cannot be loaded.
+    CheckpointError: there is no such run; ConfigError: not one or two, or one that was not profiled and whose record
+    does not say how it was run; DataError: the data of such a run cannot be loaded.
     """
     if len(arguments) not in (1, 2):
         raise ConfigError("explain: give a run, to see it beside its baseline, or two: explain RUN | RUN RUN")

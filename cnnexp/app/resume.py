@@ -30,9 +30,7 @@ class ResumePoint(NamedTuple):
     def load(self, training: Mapping[str, Any], epochs: int) -> checkpoint.Checkpoint | None:
         """Return its checkpoint, once it is known to be of this very training.
 
-        Raises:
-            CheckpointError: it is damaged, or of another training.
-            ConfigError: it has done more epochs than are wanted.
+        CheckpointError: it is damaged, or of another training; ConfigError: it has done more epochs than are wanted.
         """
         if self.path is None:
             return None

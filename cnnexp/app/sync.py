@@ -22,11 +22,8 @@ def command(arguments: Sequence[str]) -> None:
     """Bring stores up to the journals of runs that have ended, and say what was sent.
 
     The arguments are folders to look in, `outputs/` where none is given; `tracking.uri=...` sends all that lies there
-    to that store, instead of what each run's own store lacks.
-
-    Raises:
-        ConfigError: a folder is not there, or the address of a store is not known here.
-        TrackingError: a store cannot be opened or written.
+    to that store, instead of what each run's own store lacks. ConfigError: a folder is not there, or the address of a
+    store is not known here; TrackingError: a store cannot be opened or written.
     """
     words = config_security.hide_secrets(arguments)
     given = [word.partition("=")[2] for word in words if word.startswith(f"{URI}=")]

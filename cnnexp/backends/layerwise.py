@@ -55,9 +55,7 @@ class Split(Generic[Array]):
 class FlatProgram(Program[Handle], Generic[Array, Handle]):
     """What programs (see `protocol`) share whose parameters and optimizer state lie in flat arrays of an `Ops`.
 
-    Args:
-        release: called once by `close`.
-        scope: makes the context in which anything is computed, e.g. with a number of threads.
+    `release` is called once, by `close`; `scope` makes the context in which they compute, e.g. with some threads.
     """
 
     def __init__(

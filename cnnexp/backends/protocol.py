@@ -68,18 +68,14 @@ class Program(Protocol[Handle]):
     def load(self, images: np.ndarray, labels: np.ndarray) -> Handle:
         """Put a split where the backend wants it, once; return a handle on it.
 
-        Args:
-            images: `(N, *input_shape)`, float32, or uint8 that stands for value / 255.
-            labels: integers (N,), 0 .. classes - 1.
+        Images are `(N, *input_shape)`, float32, or uint8 for value / 255; labels are integers (N,), 0 .. classes - 1.
         """
 
     def refill(self, handle: Handle | None, images: np.ndarray, labels: np.ndarray, epoch: int) -> Handle:
         """Load images that take the place of those of a handle, which is of no more use; return the new one.
 
-        Args:
-            handle: of the last ones, as many; None for the first.
-            images, labels: as for `load`, which may keep them: they must stay as they are while the handle is used.
-            epoch: images of a whole epoch, of which these are some.
+        The handle is of as many, None for the first. Images and labels are as for `load`, which may keep them: they
+        must stay as they are while the handle is used. `epoch` counts a whole epoch's images, of which these are some.
         """
         return self.load(images, labels)
 

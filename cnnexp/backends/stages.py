@@ -45,11 +45,8 @@ class Run(Generic[Array]):
 class Chain(Generic[Array]):
     """Stages one after another, each with buffers for its output and its gradient, allocated once.
 
-    Batches shorter than `batch_size` use the first images of each buffer.
-
-    Args:
-        x: buffer of the input (N, *input_shape) of the first stage.
-        dx: buffer of its gradient, or None where there is none.
+    Batches shorter than `batch_size` use the first images of each buffer. The first stage's input (N, *input_shape)
+    lies in the buffer x, its gradient in dx, None where there is none.
     """
 
     def __init__(self, ops: Ops[Array], stages: Sequence[Stage], batch_size: int, x: Array, dx: Array | None) -> None:

@@ -40,13 +40,10 @@ def complete(state: State, network: Network, optimizer: Optimizer) -> State:
 class PendingAverages:
     """Running averages between `Program.gradients`, which changes no state, and `apply`, which moves them.
 
+    A program's are copied by `read` and overwritten by `write` (flat float32); a network without has nothing to wait.
+
     Attributes:
         moved: where `apply` moves them, flat float32; None where it leaves them. Who trains with others may replace it.
-
-    Args:
-        network: one without running averages has nothing to wait.
-        read: returns a copy of a program's running averages (flat float32).
-        write: overwrites them.
     """
 
     def __init__(self, network: Network, read: Callable[[], np.ndarray], write: Callable[[np.ndarray], None]) -> None:

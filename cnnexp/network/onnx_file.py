@@ -17,10 +17,8 @@ STANDARD = ("", "ai.onnx")
 def load(path: str) -> Graph:
     """Return the graph of a file.
 
-    Raises:
-        BackendUnavailable: the package `onnx` is not installed.
-        DataError: the file is missing, damaged, or keeps weights in a file that does not lie beside it.
-        NetworkError: it is written for other operators than those that are known.
+    BackendUnavailable: the package `onnx` is not installed; DataError: the file is missing, damaged, or keeps weights
+    in a file that does not lie beside it; NetworkError: it is written for other operators than those that are known.
     """
     source = f"model.path={path!r}"
     try:

@@ -181,8 +181,7 @@ def walk(stages: Iterable[Stage]) -> Iterator[Stage]:
 class Network:
     """An input shape, (H, W, C) for images, (D,) for points, and layers that fit it, first to last.
 
-    Raises:
-        NetworkError: a layer does not fit, with its position, the shape there and what would fit.
+    NetworkError names the layer that does not fit by its position, the shape there and what would fit.
     """
 
     input_shape: Shape

@@ -26,9 +26,7 @@ class ChildDied(Exception):
 def call(place: str, question: bytes, limit_s: float) -> bytes:
     """Return `place(question)`, a `module:function` of this package, which should catch its own exceptions.
 
-    Raises:
-        ChildDied: the process ended without an answer, or took too long.
-        OSError: none can be started here.
+    ChildDied: the process ended without an answer, or took too long; OSError: none can be started here.
     """
     path = os.pathsep.join(filter(None, [str(PACKAGE_ROOT), os.environ.get("PYTHONPATH")]))
     command, pipe = [sys.executable, "-P", "-c", f"from {__name__} import serve; serve()", place], subprocess.PIPE

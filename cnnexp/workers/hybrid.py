@@ -27,10 +27,8 @@ class HybridReplica(Replica):
     """A worker with all convolutions, on the chosen backend, and some columns of every linear layer, on NumPy.
 
     The linear layers' activations and gradients come from and go to other workers, so they are on the host anyway.
-
-    Raises:
-        ConfigError: the network has no such parts, a linear layer has fewer outputs than there are workers, or the
-            backend is a fused one, which cannot run a part of a network.
+    ConfigError is raised where the network has no such parts, a linear layer has fewer outputs than there are workers,
+    or the backend is a fused one, which cannot run a part of a network.
     """
 
     def __init__(self, spec: Spec, collective: Collective) -> None:

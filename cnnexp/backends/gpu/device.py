@@ -55,10 +55,8 @@ def dotted(version: tuple[int, int]) -> str:
 def open_gpu(index: int) -> Gpu:
     """Return what a GPU is.
 
-    Raises:
-        BackendUnavailable: numba-cuda, the driver or a GPU is missing; the message says which.
-        ConfigError: the index is not a GPU's.
-        GpuError: the GPU or its driver is too old for the compiler, or does not answer.
+    BackendUnavailable: numba-cuda, the driver or a GPU is missing; the message says which. ConfigError: the index is
+    not a GPU's. GpuError: the GPU or its driver is too old for the compiler, or does not answer.
     """
     if importlib.util.find_spec("numba_cuda") is None:
         raise _unavailable(f"the package numba-cuda is not installed; {installing('gpu')}")
@@ -130,11 +128,8 @@ def free_memory() -> tuple[float, float]:
 class Tensor:
     """A C-contiguous device array with a shape, in a flat Numba array, so that reshaping is free.
 
-    Slicing is, too: Numba takes longer to slice an array than the host to launch three kernels.
-
-    Args:
-        whole: the Numba array.
-        start: its first element that belongs to this one; None if all do.
+    Slicing is, too: Numba takes longer to slice an array than the host to launch three kernels. It begins at `start` of
+    the Numba array `whole`, None where it is all of that.
     """
 
     def __init__(self, whole: Any, shape: Shape, start: int | None = None) -> None:

@@ -29,11 +29,8 @@ KEEP = 2000
 class Kernel:
     """A kernel with its signature and block size, compiled when first launched.
 
-    The Python function stays at hand, so that a test can compile it for any GPU where there is none.
-
-    Args:
-        signature: Numba types of the function's arguments, e.g. `void(f4[::1], u4)`.
-        block: threads per block, x only.
+    The Python function stays at hand, so that a test can compile it for any GPU where there is none. The signature has
+    the Numba types of the arguments, e.g. `void(f4[::1], u4)`; a block so many threads, x only.
     """
 
     def __init__(self, function: Callable[..., None], signature: str, block: int) -> None:

@@ -29,10 +29,8 @@ BLOCK = 256  # threads
 class Streamed:
     """A split on the host, and a window on the GPU through which it is seen.
 
-    Args:
-        images, labels: (N, *input_shape), bytes or float32; integers (N,).
-        window: the split as it is loaded where it fits, but of its first few images: a dataclass of device arrays,
-            among them `images` and `labels`.
+    Images are (N, *input_shape), bytes or float32, labels integers (N,). The window is the split as it is loaded where
+    it fits, but of its first few images: a dataclass of device arrays, among them `images` and `labels`.
     """
 
     def __init__(self, images: np.ndarray, labels: np.ndarray, window: Any) -> None:

@@ -67,9 +67,7 @@ class DeviceSplit:
 class FusedProgram(FlatProgram[Tensor, Any]):
     """A `Program` (see `protocol`) in few kernels and no work on the host between steps.
 
-    Args:
-        graphs: whether steps are captured in CUDA graphs; else the same kernels are launched one by one.
-        clocks: whether some steps are clocked, part by part.
+    Its steps are captured in CUDA `graphs`, else the same kernels are launched one by one; some have `clocks`, by part.
     """
 
     _ops: SharedOps
