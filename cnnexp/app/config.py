@@ -218,10 +218,7 @@ def defaults(cls: type) -> dict[str, Any]:
 
 
 def convert(value: Any, hint: Any, key: str) -> Any:
-    """Return `value` as the annotation `hint` wants it: never a guess, so no '3' for 3, no true for 1.0, no nan.
-
-    Where it is of another type, ConfigError names `key`, the value and what is legal.
-    """
+    """Return `value` as `hint` wants it, never a guess ('3' for 3, true for 1.0, nan); else ConfigError names `key`."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if hint == Layer:
         if not isinstance(value, Mapping) or "type" not in value:

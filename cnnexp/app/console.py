@@ -26,10 +26,7 @@ NUMBERS = 8  # columns that a number of an epoch's row takes, about
 
 
 class Display:
-    """Context manager: shows one run's progress, by default on standard output.
-
-    A `job` of a sweep, e.g. `job 2 of 8`, has no rows: the sweep's table then has one for the whole run.
-    """
+    """Context manager: shows one run's progress, by default on standard output; a `job` of a sweep has no rows here."""
 
     def __init__(
         self, epochs: int, baseline: str | None, shown: bool = True, console: Console | None = None, job: str = ""
@@ -128,10 +125,7 @@ class _Screen(Console):
 
 
 class JobTable:
-    """The table of a sweep, which fills in: a row per job as it ends, with the time that is left.
-
-    Its titles are of what varies; how many jobs there will be may be None, not known; `started` is `time.time()`.
-    """
+    """The table of a sweep: a row per job as it ends. `jobs`: how many, None if unknown; `started`: `time.time()`."""
 
     def __init__(self, titles: Sequence[str], jobs: int | None, started: float, console: Console | None = None) -> None:
         self.console = console or make_console()

@@ -101,10 +101,7 @@ def set_beside(profiles: Sequence[Mapping[str, Any]]) -> list[Side]:
 
 
 def screen(sides: Sequence[Side], title: str, width: int = LINE, blocks: bool = True) -> list[str]:
-    """Return the lines to show: a bar per part and side, all to one scale, then the sentences.
-
-    The screen is `width` columns wide; `blocks` says whether it shows letters that are parts of a bar.
-    """
+    """Return the lines to show, `width` columns wide: bars to one scale, of `blocks` or of `#`, then the sentences."""
     table = rows(sides)
     bar = max(8, width - NAME - SIDE - US - SHARE - 2)
     longest = max((piece.us for row in table for piece in row.pieces if piece is not None), default=0.0)

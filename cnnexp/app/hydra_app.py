@@ -190,10 +190,7 @@ def flags_first(words: Sequence[str]) -> list[str]:
 
 
 def job(composed: DictConfig) -> float:
-    """Run one job of the command line; return its objective, nan if it failed.
-
-    A failure is kept, not raised: Hydra would print it its own way, and of a sweep only the first.
-    """
+    """Run one job; return its objective, nan if it failed: failures are kept, as Hydra would print the first alone."""
     try:
         return run(composed)
     except Exception as error:

@@ -26,10 +26,7 @@ class Place(NamedTuple):
 def rank(
     found: Sequence[Mapping[str, Any]], varied: Sequence[str], epochs: Mapping[str, Sequence[Mapping[str, float]]]
 ) -> tuple[str | None, list[Place]]:
-    """Return the measure that ranks, and the places, best first; (None, []) where nothing can be compared.
-
-    It is given what `sweep.rows` and `sweep.varied` returned, and each job's epochs, metrics by name.
-    """
+    """Return the measure that ranks `sweep.rows`, and the places, best first; (None, []) where none can be compared."""
     finished = [row for row in found if row["status"] in ("FINISHED", "SKIPPED") and not row["contended"]]
     for measure in MEASURES:
         groups: dict[str, list[float]] = {}

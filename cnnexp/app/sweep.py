@@ -146,10 +146,7 @@ def conclude(
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:
-    """Return one row per job of a sweep's folder, by their number.
-
-    It holds `job` (its folder's name), `OF_JOB` (see `Journal`), what varied by key, and the final metrics by name.
-    """
+    """Return a row per job, by number: `job` (its folder's name), `OF_JOB`, what varied by key, the final metrics."""
     jobs = [path.parent for path in Path(folder).glob(f"*/{JOURNAL}")]
     jobs.sort(key=lambda job: (int(job.name) if job.name.isdecimal() else -1, job.name))
     journals = [read_journal(job) for job in jobs]

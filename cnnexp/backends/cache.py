@@ -50,10 +50,7 @@ CPU_TEXT = 1 << 14
 
 
 def host() -> tuple[str, str, str]:
-    """Return what Numba compiles for: (target triple, CPU name, features as `+avx2,-sse4a,...`).
-
-    It is found as Numba finds it, without Numba, which takes 0.3 s and 60 MB.
-    """
+    """Return (target triple, CPU name, features as `+avx2,-sse4a,...`) as Numba, without its 0.3 s and 60 MB."""
     triple, own, features = _asked_llvm()
     name = os.environ.get("NUMBA_CPU_NAME")
     listed = os.environ.get("NUMBA_CPU_FEATURES", "" if str(name).lower() == "generic" else None)
@@ -68,10 +65,7 @@ def host() -> tuple[str, str, str]:
 
 @functools.cache
 def _asked_llvm() -> tuple[str, str, dict[str, bool]]:
-    """Return (target triple, CPU, whether it has each feature) as LLVM finds them.
-
-    What it found of such a CPU lies on disk: to ask takes a process 30 ms and 50 MB for its library.
-    """
+    """Return (target triple, CPU, whether it has each feature) of LLVM, kept on disk: to ask takes 30 ms and 50 MB."""
     folder, facts = cache_folder("cpus"), _cpu_facts()
     known = repr((llvmlite.__version__, sys.version, facts)).encode()
     path = folder / f"{hashlib.sha256(known).hexdigest()}.bin" if folder and facts else None
@@ -239,10 +233,7 @@ def _is_private(found: os.stat_result) -> bool:
 
 
 def write_private(path: Path, payload: bytes, keep: int) -> None:
-    """Put a file in place whole, for `read_private`; of its folder stay the `keep` files used last.
-
-    A folder that cannot be written stays as it is.
-    """
+    """Put a file in place whole, for `read_private`, where its folder can be written; the `keep` used last stay."""
     # compiling again is all that a read-only home costs
     with contextlib.suppress(OSError):
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -51,10 +51,7 @@ Watch = Callable[[str, str], AbstractContextManager]
 
 
 class Program(Protocol[Handle]):
-    """A network compiled for training at one batch size.
-
-    A program inherits from it: what only some know has an answer here for the others.
-    """
+    """A network compiled for training at one batch size. What only some know has an answer here for the others."""
 
     network: Network
     loss: Loss
@@ -134,10 +131,7 @@ class Program(Protocol[Handle]):
         return False
 
     def clocked(self) -> Sequence[tuple[Part, float]]:
-        """Return the parts of a step that clock themselves, and the seconds of each in all training so far.
-
-        The seconds are a mean over the threads; see `Backend.clocked`.
-        """
+        """Return the parts of a step that clock themselves, each with its seconds so far, a mean over the threads."""
         return ()
 
     def explain(self) -> Sequence[Part]:

@@ -22,10 +22,7 @@ def optimizers(network: Network, optimizer: Optimizer) -> list[tuple[slice, Opti
 
 
 def complete(state: State, network: Network, optimizer: Optimizer) -> State:
-    """Return a state with all that `Program.state` has; what is missing starts as in a run that begins.
-
-    CheckpointError is raised where an array is not of the network's size.
-    """
+    """Return a state with all of `Program.state`, what is missing as in a new run; CheckpointError: a size is wrong."""
     zeros = np.zeros(network.parameter_count, np.float32)
     slots = dict.fromkeys(optimizer.slots, zeros)
     fresh = {"parameters": zeros, "step": np.int64(0), **slots, **network.initial_rest(0)}

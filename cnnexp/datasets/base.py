@@ -129,12 +129,7 @@ class Source:
         check_fields(self, "dataset")
 
     def load(self) -> Dataset:
-        """Read the images.
-
-        Raises:
-            DataError: something is missing, damaged or malformed.
-            ConfigError: more images are asked for than there are.
-        """
+        """Read the images; DataError where any are missing, damaged or malformed, ConfigError where too few."""
         raise NotImplementedError
 
     def _path(self, key: str) -> Path:

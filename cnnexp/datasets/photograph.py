@@ -60,10 +60,7 @@ def describe(images: np.ndarray, labels: np.ndarray, classes: int) -> Look | Non
 
 
 def prepare(picture: np.ndarray, look: Look | None, shape: Sequence[int]) -> np.ndarray:
-    """Return a picture, uint8 (h, w, 4) with alpha, as the model takes it, uint8 of its `shape` (H, W, C).
-
-    A look is of `describe`; None only flattens and resizes.
-    """
+    """Return a picture, uint8 (h, w, 4) with alpha, as uint8 of `shape` (H, W, C), by a look of `describe`, if any."""
     flat = _flatten(picture)
     if look is None or shape[2] != 1:
         pixels = flat if shape[2] == 3 else _grey(flat)[:, :, None]

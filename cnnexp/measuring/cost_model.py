@@ -83,10 +83,7 @@ class Prediction(NamedTuple):
 
 
 def epoch_s(costs: Costs, training: Training, workers: int, cores: float | None = None) -> tuple[float, float]:
-    """Return the seconds of an epoch that go to computing and to communicating; a worker that has no image waits.
-
-    All workers share the cores; with None each has its own.
-    """
+    """Return an epoch's seconds of computing and of communicating; workers share `cores`, None gives each its own."""
     sharing = max(1.0, workers / cores) if cores else 1.0
     compute = costs.t_c * training.operations * math.ceil(training.images / workers) * sharing
     return compute, training.averages * all_reduce_s(costs, training.floats, workers)

@@ -78,10 +78,7 @@ def git_facts() -> dict[str, str]:
 
 
 def config_hash(config: Mapping[str, Any]) -> str:
-    """Return 16 hex digits that name a config: equal for equal values, whatever the order of the keys.
-
-    Left out is what changes no result, how a run is recorded, kept or resumed: `tracking`, `sweep`, keys of `KEEPING`.
-    """
+    """Return 16 hex digits for equal values, but for what changes no result: `tracking`, `sweep`, keys of `KEEPING`."""
     counted = {key: value for key, value in config.items() if key not in ("tracking", "sweep")}
     if "trainer" in counted:
         counted["trainer"] = {key: value for key, value in counted["trainer"].items() if key not in KEEPING}

@@ -30,10 +30,7 @@ def _plain_layer(name: str) -> str:
 
 
 class Piece(NamedTuple):
-    """A part of a step: a pass of layers that are computed at once, or what belongs to no layer; of one image.
-
-    Its `what`, `layers`, `at_once` and `fewer` are as in `backends.parts.Part`.
-    """
+    """A part of a step, of one image: a pass of layers computed at once, or no layer's. See `backends.parts.Part`."""
 
     what: str
     layers: tuple[str, ...]

@@ -90,10 +90,7 @@ class Profiled:
         return self._ledger.span(self._entries[name])(found) if name in self._entries else found
 
     def layers_share(self, handle: Any, order: np.ndarray, rate: float) -> float | None:
-        """Train on `order`, clocked inside whatever the entry; return the share of the steps inside layers' passes.
-
-        The share is that of `report`. None where the program is fused, or reported no step.
-        """
+        """Train on `order`, clocked; return the share of `report` inside layers' passes, None of a fused program."""
         inside = Ledger(self._ledger.clock)
         inner = Profiled(self._program, inside)
         if not inner._is_watched:

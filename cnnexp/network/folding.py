@@ -16,10 +16,7 @@ from cnnexp.network.shapes import Network, NormStage, Stage
 
 @dataclass(frozen=True)
 class Folded:
-    """A network without what does nothing of its own in `predict`.
-
-    Its sources are, of each layer with parameters, its stage in the whole network and the BatchNorm2ds folded into it.
-    """
+    """A network without what does nothing in `predict`; `sources`: stages with parameters, and what is folded in."""
 
     network: Network
     sources: list[tuple[Stage, list[NormStage]]] = field(compare=False)

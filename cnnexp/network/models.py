@@ -1,7 +1,4 @@
-"""Models: the papers' networks by name, and `custom`, a list of layers.
-
-Each is a frozen dataclass whose fields are the keys of its file in `conf/model/`; `network` fits it to a data set.
-"""
+"""Models, whose fields are the keys of their file in `conf/model/`: the papers' networks, `custom`, ONNX files."""
 
 import logging
 from dataclasses import dataclass, fields

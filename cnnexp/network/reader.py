@@ -99,10 +99,7 @@ class _Value:
 
 
 def read(graph: Graph, input_shape: Shape) -> Found:
-    """Return the layers of a graph on images of a shape, (H, W, C) or (D,), and their weights.
-
-    NetworkError is raised where it takes other shapes, or a node is not known or does not fit.
-    """
+    """Return a graph's layers on images (H, W, C) or (D,), and their weights; NetworkError where something is unfit."""
     ways: dict[Shape, tuple[int, ...]] = {input_shape: CHANNELS_LAST if len(input_shape) == 3 else (0, 1)}
     if len(input_shape) == 3:
         ways = {(*input_shape[2:], *input_shape[:2]): CHANNELS_FIRST, **ways}

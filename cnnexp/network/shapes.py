@@ -236,10 +236,7 @@ class Network:
         return any(isinstance(stage.layer, net.Dropout) for stage in walk(self.stages))
 
     def initial_state(self, seed: int) -> dict[str, np.ndarray]:
-        """Return what a run begins with, as `Program.restore` takes it.
-
-        `parameters`; `running`, where layers keep running averages; `seed`, where a step draws random numbers.
-        """
+        """Return what a run begins with: `parameters`, and `running` and `seed` where layers have need of them."""
         return {"parameters": self.initial_parameters(seed), **self.initial_rest(seed)}
 
     def initial_rest(self, seed: int) -> dict[str, np.ndarray]:

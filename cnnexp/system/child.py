@@ -1,7 +1,4 @@
-"""One call in a process of its own, for what may end the process it runs in: a compiler, a driver.
-
-The process is started anew, never forked: locks that other threads of this one hold would stay locked in a fork.
-"""
+"""One call in a process started anew, never forked, for what may end the process it runs in: a compiler, a driver."""
 
 import contextlib
 import importlib

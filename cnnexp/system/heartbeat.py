@@ -20,10 +20,7 @@ class Heartbeat:
         self._last: object = 0
 
     def look(self, sign: object) -> bool:
-        """Look once more; return whether the other has been silent for too long.
-
-        The sign is anything that changes while the other lives, as a count of its signs; 0 before the first.
-        """
+        """Return whether the other was silent for too long; its `sign`, 0 before the first, changes while it lives."""
         self.silent_s = self.silent_s + self._look_s if sign == self._last else 0.0
         self._last = sign
         timeout_s = self.timeout_s if sign or self._start_timeout_s is None else self._start_timeout_s

@@ -106,10 +106,7 @@ class Journal:
 
 
 def read_journal(folder: Path) -> dict[str, Any]:
-    """Return the facts of a folder's `Journal`, and what its epochs were.
-
-    `epochs` is a list (metrics by name, `epoch` among them), `times_ms` a mapping (by epoch, and the end's by 0).
-    """
+    """Return the facts of a `Journal`, its `epochs` (metrics of each) and `times_ms` (by epoch, of the end by 0)."""
     journal = Journal(folder).read()
     times_ms = {epoch: entry["time_ms"] for epoch, entry in journal.epochs.items()}
     epochs = [{"epoch": epoch, **entry["metrics"]} for epoch, entry in journal.epochs.items()]

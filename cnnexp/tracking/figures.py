@@ -135,10 +135,7 @@ def _roofline(figure: Figure, axes: Axes, pieces: Sequence[Piece], limits: Mappi
 
 
 def _number(figure: Figure, axes: Axes, points: np.ndarray) -> None:
-    """Write the number of each point near it, over no line, point or other number.
-
-    Points (N, 2) are in the units of the axes; lines have places close to each other.
-    """
+    """Write the number of each point (N, 2), in the units of the axes, near it, over no line, point or other number."""
     figure.draw_without_rendering()  # lays it out; from then on a pixel is known
     at = axes.transData.transform(points)
     taken = np.vstack([at, *(axes.transData.transform(line.get_xydata()) for line in axes.get_lines())])

@@ -494,10 +494,7 @@ class _Server:
 
 
 def main() -> None:
-    """Run the calls of a `cnnexp.tracking.pipe.Recorder`, in the process that we are given, until its pipe closes.
-
-    What libraries print goes to standard error, so answers stay clean.
-    """
+    """Run the calls of a `pipe.Recorder` until its pipe closes; what libraries print goes to standard error."""
     gc.disable()  # until a run has ended: MLflow loads in two thirds of the time
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)

@@ -63,10 +63,7 @@ class Baseline:
         self.samples: list[float] = []  # seconds an image, of the batches timed in this epoch
 
     def sample(self, batch: np.ndarray, rate: float, state: Callable[[], Any]) -> None:
-        """Time one training step on a batch of indices that the run trained on, unless this epoch has enough samples.
-
-        `state` returns the run's state; it is asked once an epoch, outside the timing.
-        """
+        """Time one step on indices that the run trained on, if samples are missing; `state` is asked once an epoch."""
         if len(self.samples) == self.batches:
             return
         if not self.samples:

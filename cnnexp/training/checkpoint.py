@@ -156,10 +156,7 @@ def rebuild(training: Mapping[str, Any]) -> tuple[Network, Loss]:
 
 
 def load(path: Path) -> Checkpoint:
-    """Read a checkpoint, without its history.
-
-    CheckpointError is raised where it is missing, cut short, altered, of another version, or not as written here.
-    """
+    """Read a checkpoint, without its history; CheckpointError where it is missing, damaged or of another version."""
     with refused(CheckpointError, f"checkpoint {path}: cannot be read"):
         content = read_regular(path, MOST_BYTES)
     if damage := _damage(content):
@@ -173,10 +170,7 @@ def load(path: Path) -> Checkpoint:
 
 
 def take_history(checkpoint: Checkpoint, results: Mapping[int, Mapping[str, Any] | None], path: Path) -> Checkpoint:
-    """Return a checkpoint, that `load` returned, with what its epochs were: a journal's `plain_result` by epoch.
-
-    CheckpointError is raised where they are missing, or other ones.
-    """
+    """Return a checkpoint with its epochs, a journal's `plain_result` of each; CheckpointError if they are others."""
     digest = hashlib.sha256()
     try:
         history = tuple(as_result(results[epoch]) for epoch in range(1, checkpoint.epoch + 1))

@@ -79,10 +79,7 @@ class Observer(Protocol):
     """Takes note of training: the record, the screen, the checkpoints, early stopping."""
 
     def progressed(self, progress: Progress) -> None:
-        """Take note of how far an epoch is: about twice a second, between two steps, no signal in between.
-
-        What inherits from `Observer` need not.
-        """
+        """Take note, if need be, of how far an epoch is: twice a second, between two steps, no signal in between."""
         return
 
     def finished(self, result: EpochResult) -> bool | None:

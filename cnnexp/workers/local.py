@@ -86,10 +86,7 @@ class SharedBuffer:
 
 
 class LocalCollective:
-    """One process's end of a shared buffer; see `Collective`.
-
-    `check` is called every `CHECK_S` seconds of waiting and raises where another worker has died.
-    """
+    """One process's end of a shared buffer: a `Collective`. `check` raises, while it waits, where another has died."""
 
     def __init__(self, shared: SharedBuffer, rank: int, check: Callable[[], None]) -> None:
         self.rank, self.size, self.host_size, self.host_rank = rank, shared.size, shared.size, rank
