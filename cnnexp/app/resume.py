@@ -30,7 +30,9 @@ class ResumePoint(NamedTuple):
     def load(self, training: Mapping[str, Any], epochs: int) -> checkpoint.Checkpoint | None:
         """Return its checkpoint, once it is known to be of this very training.
 
-        CheckpointError: it is damaged, or of another training; ConfigError: it has done more epochs than are wanted.
+        Raises:
+            CheckpointError: it is damaged, or of another training.
+            ConfigError: it has done more epochs than are wanted.
         """
         if self.path is None:
             return None
@@ -54,15 +56,7 @@ def find_earlier(resume: str | None, folder: Path, config: Mapping[str, Any]) ->
     if resume is None:
         return None
     if resume == AUTO:
-        stopped = [folder]
-        if not (folder / JOURNAL).exists():
-            wanted, journals = config_hash(config), outputs_dir().rglob(JOURNAL)
-            same = sorted((j.parent for j in journals if hash_in(j) == wanted), key=MOST["latest"], reverse=True)
-            stopped = [holder for holder in same if not is_locked(holder)]
-        for holder in stopped:
-            with contextlib.suppress(CheckpointError):
-                return ResumePoint(holder, checkpoint.find(holder))
-        return ResumePoint(stopped[0], None) if stopped else None  # begun, and stopped before its first checkpoint
+        return _newest(folder, config_hash(config))
     path = find_run(resume, f"trainer.resume={resume!r}").absolute()
     holder = folder_of(path)
     if holder.resolve() == folder.resolve() and path != checkpoint.list_checkpoints(path.parent)[-1]:
@@ -100,3 +94,15 @@ def _trained() -> list[Path]:
     """Return the folders under `outputs/` of runs that have a checkpoint."""
     folders = [journal.parent for journal in outputs_dir().rglob(JOURNAL)]
     return [folder for folder in folders if checkpoint.holds_checkpoints(folder)]
+
+
+def _newest(folder: Path, wanted: str) -> ResumePoint | None:
+    """Return the run of a folder, else the newest of a config that has a checkpoint, else the newest of it."""
+    stopped = [folder]
+    if not (folder / JOURNAL).exists():
+        same = [journal.parent for journal in outputs_dir().rglob(JOURNAL) if hash_in(journal) == wanted]
+        stopped = [holder for holder in sorted(same, key=MOST["latest"], reverse=True) if not is_locked(holder)]
+    for holder in stopped:
+        with contextlib.suppress(CheckpointError):
+            return ResumePoint(holder, checkpoint.find(holder))
+    return ResumePoint(stopped[0], None) if stopped else None

@@ -105,7 +105,10 @@ def _shares(passed: np.ndarray) -> tuple[float, float]:
 
 
 def _look(proc: Path) -> np.ndarray | None:
-    """Return seconds, float64 (4,): of the clock, this process and its children, its cores' idle, stolen; or None."""
+    """Return seconds until now, float64 (4,): of the clock, of this process and its children, its cores' idle, stolen.
+
+    None where they are not counted.
+    """
     try:
         ours = {f"cpu{core}" for core in os.sched_getaffinity(0)}
         lines = [line.split() for line in (proc / "stat").read_text().splitlines()]

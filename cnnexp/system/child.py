@@ -1,4 +1,7 @@
-"""One call in a process started anew, never forked, for what may end the process it runs in: a compiler, a driver."""
+"""One call in a process of its own, for what may end the process it runs in: a compiler, a driver.
+
+The process is started anew, never forked: locks that other threads of this one hold would stay locked in a fork.
+"""
 
 import contextlib
 import importlib
@@ -23,7 +26,9 @@ class ChildDied(Exception):
 def call(place: str, question: bytes, limit_s: float) -> bytes:
     """Return `place(question)`, a `module:function` of this package, which should catch its own exceptions.
 
-    ChildDied: the process ended without an answer, or took too long; OSError: none can be started here.
+    Raises:
+        ChildDied: the process ended without an answer, or took too long.
+        OSError: none can be started here.
     """
     path = os.pathsep.join(filter(None, [str(PACKAGE_ROOT), os.environ.get("PYTHONPATH")]))
     command, pipe = [sys.executable, "-P", "-c", f"from {__name__} import serve; serve()", place], subprocess.PIPE

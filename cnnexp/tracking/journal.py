@@ -365,7 +365,10 @@ def holds_run(folder: Path) -> bool:
 
 
 def save_epochs(folder: Path, epochs: Sequence[EpochResult]) -> None:
-    """Write the journal of epochs trained without one; CheckpointError: the folder holds a run, or is not writable."""
+    """Write the journal of epochs that were trained without one, for checkpoints in the folder to go on from.
+
+    CheckpointError is raised where the folder holds a run's journal, or cannot be written.
+    """
     with refused(CheckpointError, f"{folder / JOURNAL}: cannot be written"):
         if Journal(folder).read().facts["config"]:
             raise CheckpointError(f"{folder}: holds a run; choose another folder")

@@ -156,7 +156,10 @@ def rebuild(training: Mapping[str, Any]) -> tuple[Network, Loss]:
 
 
 def load(path: Path) -> Checkpoint:
-    """Read a checkpoint, without its history; CheckpointError where it is missing, damaged or of another version."""
+    """Read a checkpoint, without its history.
+
+    CheckpointError is raised where it is missing, cut short, altered, of another version, or not as written here.
+    """
     with refused(CheckpointError, f"checkpoint {path}: cannot be read"):
         content = read_regular(path, MOST_BYTES)
     if damage := _damage(content):
@@ -170,7 +173,10 @@ def load(path: Path) -> Checkpoint:
 
 
 def take_history(checkpoint: Checkpoint, results: Mapping[int, Mapping[str, Any] | None], path: Path) -> Checkpoint:
-    """Return a checkpoint with its epochs, a journal's `plain_result` of each; CheckpointError if they are others."""
+    """Return a checkpoint, that `load` returned, with what its epochs were: a journal's `plain_result` by epoch.
+
+    CheckpointError is raised where they are missing, or other ones.
+    """
     digest = hashlib.sha256()
     try:
         history = tuple(as_result(results[epoch]) for epoch in range(1, checkpoint.epoch + 1))
@@ -208,9 +214,13 @@ def holds_checkpoints(folder: Path) -> bool:
 def check_same(checkpoint: Checkpoint, training: Mapping[str, Any], path: Path) -> None:
     """Raise CheckpointError unless the checkpoint is of this very training, naming what differs."""
     then, now = checkpoint.training, json.loads(json.dumps(training))
-    if keys := [key for key in dict.fromkeys((*now, *then)) if now.get(key) != then.get(key)]:
-        differ = [f"{key} is {_short(now.get(key))}, the checkpoint's {_short(then.get(key))}" for key in keys]
-        raise CheckpointError(f"checkpoint {path}: of another training: {'; '.join(differ)}")
+    differences = [
+        f"{key} is {_short(now.get(key))}, the checkpoint's {_short(then.get(key))}"
+        for key in dict.fromkeys((*now, *then))
+        if now.get(key) != then.get(key)
+    ]
+    if differences:
+        raise CheckpointError(f"checkpoint {path}: of another training: {'; '.join(differences)}")
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
