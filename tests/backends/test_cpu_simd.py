@@ -65,6 +65,35 @@ def test_threads_own_wide_weights_where_a_batch_is_one_tile(images, owns):
     check_training(OnTarget(), make_case(WIDE, images=images), Adam())
 
 
+@pytest.mark.parametrize(
+    ("target", "threads", "images", "owns"),
+    [
+        *((target, 3 - n, 141, n == 1) for target in ("sse", "avx2", "wide") for n in (1, 2)),
+        *(("host", threads, 2, True) for threads in (1, 2)),
+    ],
+)
+def test_features_that_no_image_has_are_left_out(target, threads, images, owns):
+    """So a weight of theirs may be anything, and stays so where no slot moves it; some batches lack one, others not."""
+    network = Network((301,), (Linear(40), ReLU(), Linear(21)))
+    case, rng = make_case(network, images=images), np.random.default_rng(0)
+    target = replace(TARGETS[target], l2_bytes=16 << 10, part_cycles=100)
+    assert make_plan(network, target, -(-(images - 1) // threads)).owns == owns
+    absent = rng.permutation(np.arange(71, 300))[:130]
+    case.images[:, absent], case.images[1:, [70, 300]] = 0, 0
+    check_case(OnTarget(target, threads), case, Adam())
+    found = []
+    for anything in (0, np.nan):
+        network.parameters[0].view(case.parameters)[absent] = anything
+        program, handle = started(OnTarget(target, threads), case, SGD(lr=0.1), images - 1)
+        program.train(handle, np.arange(images)[::-1], 0.1)
+        scores, weights = program.predict(handle), program.state()["parameters"]
+        found.append((scores, np.nan_to_num(weights)))
+        assert np.isnan(weights).sum() == np.isnan(anything) * absent.size * 40
+    assert np.isfinite(found[0][0]).all()
+    for zeros, others in zip(*found, strict=True):
+        np.testing.assert_array_equal(zeros, others)
+
+
 @pytest.mark.parametrize("target", [TARGETS["sse"], AVX2, AVX512])
 def test_a_tile_grows_with_what_outweighs_what(target):
     """Heavy weights are gone over once for 128 images, by any width; heavy activations stay in a core's part of L3."""

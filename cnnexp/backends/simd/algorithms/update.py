@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from llvmlite import ir
 
-from cnnexp.backends.simd.algorithms.linear.product import Panels, most_height
+from cnnexp.backends.simd.algorithms.linear.product import Listed, Panels, Places, most_height, rows_of
 from cnnexp.backends.simd.compiler import trace
 from cnnexp.backends.simd.compiler.emit import INDEX, LINE_FLOATS, Emitter, Pointer, chunks
 from cnnexp.backends.simd.compiler.trace import Traced
@@ -18,8 +18,11 @@ from cnnexp.optimizers import Optimizer
 MANY_IMAGES = 64
 """Of a share, from which on an update prefetches the slots: wide MLP takes 0.94 of the time at 128, 1.09 at 16."""
 
-Rows = tuple[ir.Value, ir.Value, int]
-"""Rows of weights: which run of them, the first of it, and how many."""
+Rows = tuple[ir.Value, ir.Value, Places]
+"""Rows of weights: which run of them, a row of it, and how far behind it they are."""
+
+Runs = tuple[Panels, int, int, Listed | None]
+"""How weights lie in panels: so many runs of so many rows, all of which have products, or those of a list."""
 
 
 class OptimizerStep:
@@ -61,40 +64,52 @@ def add(k: Emitter) -> None:
         k.store(k.zero(), source)
 
 
-def update_owned(
-    k: Emitter, plan: Layout, optimizer: Optimizer, weight: Parameter, runs: tuple[Panels, int, int], add: Callable
-) -> None:
+def update_owned(k: Emitter, plan: Layout, optimizer: Optimizer, weight: Parameter, runs: Runs, add: Callable) -> None:
     """Take the optimizer's step of this thread's share of weights with x.T @ dy over all threads' images.
 
     The gradient is never stored. One sum goes over all threads' images: a sum for each would end in the very bits
     that workers end in, and take a fifth more time at 8 images a thread. Buffers: parameters, two slots,
     (rate, c0, c1), all threads' arenas, and int64 (2 + threads,): this thread's rank, the number of threads, and
-    the images in each one's arena. The weights lie in panels, so many runs of so many rows; add(k, sums, panel, rows)
-    adds the products of an arena's images to the sums of `Rows`.
+    the images in each one's arena. add(k, sums, panel, rows) adds the products of an arena's images to the sums of
+    `Rows`, if they have any.
     """
-    (panels, number, size), offset = runs, plan.parameters.offset(weight)
-    *state, numbers, arenas, table = k.buffers
+    (panels, number, size, listed), offset = runs, plan.parameters.offset(weight)
+    *state, numbers, _, table = k.buffers
     rank, threads = (k.builder.load((table + i).value(INDEX)) for i in range(2))
     step, ranks = OptimizerStep(k, optimizer, numbers), (rank, k.builder.add(rank, INDEX(1)))
     for panel in panels.each(k):
         unit = panel.unit
         for first, height, times in chunks(size, most_height(panel.width, k.target.registers)):
-            low, high = (k.builder.udiv(k.builder.mul(INDEX(times), r), threads) for r in ranks)
-            with k.loop(number) as run, k.loop(high, start=low) as t:
-                row = k.scaled(t, height, first)
-                places = [panel.at(buffer + offset).at(run, size * unit).at(row, unit) for buffer in state]
-                # the other threads' cores have weights, too; the slots' memory answers while products take longer
-                brought = places[: 1 + len(optimizer.slots)] if plan.share >= MANY_IMAGES else places[:1]
-                for place, line in itertools.product(brought, range(0, height * unit, LINE_FLOATS)):
-                    k.prefetch(place + line, written=True)
-                totals = [k.variables(panel.width) for _ in range(height)]
-                with k.loop(threads) as other:
-                    k.arena = arenas.at(other, plan.arena.stride)
-                    k.count = k.builder.load((table + 2).at(other).value(INDEX))
-                    add(k, totals, panel, (run, row, height))
-                for i, sums in enumerate(totals):
-                    for v, total in enumerate(sums):
-                        step.take([place + (i * unit + v * k.lanes) for place in places], total.get())
+            parts = [(INDEX(0), INDEX(times), True)]
+            if listed:
+                end = listed.chunks(k, first, height, times)
+                parts = [(INDEX(0), end, True), (end, INDEX(times), False)]
+            for start, stop, has_products in parts:
+                own = [k.builder.udiv(k.builder.mul(k.builder.sub(stop, start), r), threads) for r in ranks]
+                low, high = (k.builder.add(start, part) for part in own)
+                with k.loop(number) as run, k.loop(high, start=low) as t:
+                    row, rows = rows_of(k, k.scaled(t, height, first), height, listed)
+                    states = [panel.at(buffer + offset).at(run, size * unit).at(row, unit) for buffer in state]
+                    places = [[place.at(r, unit) for r in rows] for place in states]
+                    # the other threads' cores have weights, too; the slots' memory answers while products take longer
+                    brought = places[: 1 + len(optimizer.slots)] if plan.share >= MANY_IMAGES else places[:1]
+                    for place, line in itertools.product(itertools.chain(*brought), range(0, unit, LINE_FLOATS)):
+                        k.prefetch(place + line, written=True)
+                    totals = [k.variables(panel.width) for _ in range(height)]
+                    for _ in each_arena(k, plan.arena.stride) if has_products else ():
+                        add(k, totals, panel, (run, row, rows))
+                    for i, sums in enumerate(totals):
+                        for v, total in enumerate(sums):
+                            step.take([place[i] + v * k.lanes for place in places], total.get())
+
+
+def each_arena(k: Emitter, stride: int) -> Iterator[None]:
+    """Run what follows for every thread's arena and images, on the buffers of an owned weight's update."""
+    *_, arenas, table = k.buffers
+    with k.loop(k.builder.load((table + 1).value(INDEX))) as other:
+        k.arena = arenas.at(other, stride)
+        k.count = k.builder.load((table + 2).at(other).value(INDEX))
+        yield
 
 
 def own_arena(k: Emitter, stride: int) -> Pointer:

@@ -413,6 +413,10 @@ class Emitter:
         """Load a 32-bit integer that lies in a float's place."""
         return self.builder.load(pointer.value(INT), align=4)
 
+    def load_index(self, pointer: Pointer) -> ir.Value:
+        """As `load_int`, to count with."""
+        return self.builder.sext(self.load_int(pointer), INDEX)
+
     def as_floats(self, integers: ir.Value) -> ir.Value:
         """Return the same bits, as floats: for moving them about."""
         return self.builder.bitcast(integers, self.vector)

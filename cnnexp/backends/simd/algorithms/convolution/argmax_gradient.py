@@ -43,7 +43,7 @@ class EventList:
     def each(self, k: Emitter) -> Iterator[tuple[ir.Value, ir.Value]]:
         """Run the block for every event: its gradient, and the place of its patch."""
         with k.loop(self.count) as event:
-            yield k.load_float(self.values.at(event)), k.builder.sext(k.load_int(self.places.at(event)), INDEX)
+            yield k.load_float(self.values.at(event)), k.load_index(self.places.at(event))
 
     def follow(
         self, k: Emitter, parts: list[tuple[int, int, Pointer, Pointer]], operands: tuple[Pointer, Pointer]
@@ -177,7 +177,7 @@ def _cell(
     Args:
         images: gradient, output and argmax. vector: of the cell, and the lanes of it that count.
     """
-    (c, valid), at = vector, [k.builder.sext(k.load_int(entry + i), INDEX) for i in range(4)]
+    (c, valid), at = vector, [k.load_index(entry + i) for i in range(4)]
     value = k.load_part(images[0].at(at[0]).at(c, k.lanes), valid)
     if lists.rectify:
         value = k.where_positive(k.load(images[1].at(at[1]).at(c, k.lanes)), value)

@@ -177,17 +177,17 @@ class Channels(ConvolutionNode[NHWC]):
                         # the piece's part of the sums
                         places = k.grid(target, height, panel.unit, panel.width)
                         with k.sums(places) as totals:
-                            self._add_products(k, totals, panel, (i, r, height), (first, last, p, piece))
+                            self._add_products(k, totals, panel, (i, r, range(height)), (first, last, p, piece))
 
     def _add_products(self, k: Emitter, totals: Sums, panel: Panel, taps: Rows, piece: Sequence = ()) -> None:
         """Add the products of a piece, all if none is given, to sums of dw: its images' ends, first row and rows."""
-        conv, x, d, (i, r, height) = self.sum, self.x, self.d, taps
+        conv, x, d, (i, r, places) = self.sum, self.x, self.d, taps
         first, last, p, count = piece or (INDEX(0), k.count, INDEX(0), d.shape[0])
         steps = Steps(count, d.shape[1], (conv.stride * x.row, conv.stride * x.column), (d.row, d.column))
         with k.loop(last, start=first) as n:
             corner = conv.corner(k, n).at(p, conv.stride * x.row).at(i, x.row).at(r)
             gradient = panel.outputs(d.pixel(k, n, p, INDEX(0)))
-            add_products(k, totals, corner, range(height), gradient, steps, panel.valid)
+            add_products(k, totals, corner, places, gradient, steps, panel.valid)
 
     def owns(self, plan: Layout) -> bool:
         """Whether weights leave L2, and outweigh what a thread's images bring to their gradient."""
@@ -196,7 +196,7 @@ class Channels(ConvolutionNode[NHWC]):
         return self.algorithm == "channels" and plan.owns and large and not plan.target.forward_only
 
     def update(self, k: Emitter, plan: Layout, optimizer: Optimizer) -> None:
-        runs = self.sum.panels, self.stage.layer.kernel, self.run
+        runs = self.sum.panels, self.stage.layer.kernel, self.run, None
         update_owned(k, plan, optimizer, self.stage.weight, runs, self._add_products)
 
     def backward_bias(self, k: Emitter, plan: Layout) -> None:

@@ -22,16 +22,16 @@ class Dense(Node[NC, NC]):
     trains = True
     stage: LinearStage
 
-    def __init__(self, stage: LinearStage, rectify: bool) -> None:
+    def __init__(self, stage: LinearStage, rectify: bool, first: bool = False) -> None:
         super().__init__(stage.name, stage.output_shape)
-        self.stage, self.rectify = stage, rectify
+        self.stage, self.rectify, self.first = stage, rectify, first
 
     @classmethod
     def of(cls, sections: Sequence[Section], first: bool) -> Self | None:
         stage = sections[0].stage if sections else None
         if isinstance(stage, ConvStage) and _goes_flat(sections):
             stage = _as_linear(stage)
-        return cls(stage, sections[0].rectify) if isinstance(stage, LinearStage) else None
+        return cls(stage, sections[0].rectify, first) if isinstance(stage, LinearStage) else None
 
     def _common_work(self, target: Target) -> dict[str, Work]:
         width = round_up(self.stage.output_shape[0], target.lanes)

@@ -16,8 +16,11 @@ from dataclasses import dataclass
 import numpy as np
 from llvmlite import ir
 
-from cnnexp.backends.simd.compiler.emit import LINE_FLOATS, Emitter, Pointer, Sums, chunks
+from cnnexp.backends.simd.compiler.emit import INDEX, LINE_FLOATS, Emitter, Pointer, Sums, chunks
 from cnnexp.backends.simd.layouts import Views
+
+Places = Sequence[int] | Sequence[ir.Value]
+"""Where rows lie, in floats or in rows from the first: numbers, or known at run time."""
 
 LATENCY = 8
 """Multiply-adds that must be in flight: two units, four cycles."""
@@ -134,9 +137,11 @@ class Panel:
         """Floats of a row of its weights."""
         return self.width * self.panels.lanes
 
-    def chunks(self, k: Emitter, rows: int) -> Iterator[tuple[ir.Value, int]]:
-        """Run what follows for as many of so many rows as the registers hold the sums of: the first, and how many."""
-        return k.chunks(rows, most_height(self.width, k.target.registers))
+    def chunks(self, k: Emitter, rows: int, listed: Listed | None) -> Iterator[tuple[ir.Value, Places]]:
+        """Run what follows for as many of so many rows as the registers hold the sums of: see `rows_of`."""
+        for first, height, times in chunks(rows, most_height(self.width, k.target.registers)):
+            with k.loop(listed.chunks(k, first, height, times) if listed else times) as t:
+                yield rows_of(k, k.scaled(t, height, first), height, listed)
 
     def at(self, weights: Pointer) -> Pointer:
         """Return the address of its weights."""
@@ -148,6 +153,30 @@ class Panel:
 
 
 @dataclass(frozen=True)
+class Listed:
+    """The numbers of rows, int32.
+
+    Attributes:
+        place: where they lie. count: how many of the first ones have products.
+    """
+
+    place: Pointer
+    count: ir.Value
+
+    def chunks(self, k: Emitter, first: int, height: int, times: int) -> ir.Value:
+        """Return how many of some chunks have products: those that begin before `count`."""
+        begun = k.builder.sdiv(k.builder.add(self.count, INDEX(height - 1 - first)), INDEX(height))
+        return k.largest(k.least(begun, INDEX(times)), INDEX(0))
+
+
+def rows_of(k: Emitter, first: ir.Value, height: int, listed: Listed | None) -> tuple[ir.Value, Places]:
+    """Return a row, and how far behind it are those that lie from the first one on, or that are listed from there."""
+    if listed is None:
+        return first, range(height)
+    return INDEX(0), [k.load_index(listed.place.at(first) + i) for i in range(height)]
+
+
+@dataclass(frozen=True)
 class Steps:
     """The steps of a sum: `rows` runs of `run`, each a number or known at run time.
 
@@ -155,6 +184,7 @@ class Steps:
         x: floats of x from run to run, and from step to step. w: likewise of w.
         vector_stride: floats from vector to vector of w; None for a vector's.
         ahead: steps after which the w that is brought to L1 meanwhile is read; none is if 0.
+        listed: of the steps of a run, int32, where not all are taken.
     """
 
     rows: int | ir.Value
@@ -163,22 +193,32 @@ class Steps:
     w: tuple[int, int]
     vector_stride: int | None = None
     ahead: int = 0
+    listed: Pointer | None = None
 
 
 def add_products(
-    k: Emitter, totals: Sums, x: Pointer, places: Sequence[int], w: Pointer, steps: Steps, valid: Sequence[int] = ()
+    k: Emitter, totals: Sums, x: Pointer, places: Places, w: Pointer, steps: Steps, valid: Sequence[int] = ()
 ) -> None:
     """totals[m][v] += the sum over the steps of x at places[m] times vector v of w, or its `valid[v]` first lanes."""
     vector_stride, valid = steps.vector_stride or k.lanes, valid or [k.lanes] * len(totals[0])
-    x, w = k.opaque(x), k.opaque(w)
+    x, w, listed = k.opaque(x), k.opaque(w), steps.listed
+
+    def step(turn: ir.Value) -> ir.Value:
+        return k.load_index(listed.at(turn)) if listed else turn
+
     with k.loop(steps.rows) as i:
         source, weights = x.at(i, steps.x[0]), w.at(i, steps.w[0])
-        with k.loop(steps.run) as r:
+        with k.loop(steps.run) as turn:
+            r = step(turn)
             here, there = source.at(r, steps.x[1]), weights.at(r, steps.w[1])
+            if listed:  # else LLVM makes one register of both, and spills sums
+                here = k.opaque(here)
             row = [k.load_part(there + v * vector_stride, lanes) for v, lanes in enumerate(valid)]
-            for line in range(0, len(row) * k.lanes, LINE_FLOATS) if steps.ahead else ():
-                k.prefetch(there + (steps.ahead * steps.w[1] + line))
+            if steps.ahead:
+                later = weights.at(step(k.builder.add(turn, INDEX(steps.ahead))), steps.w[1])
+                for line in range(0, len(row) * k.lanes, LINE_FLOATS):
+                    k.prefetch(later + line)
             for place, sums in zip(places, totals, strict=True):
-                value = k.splat(here + place)
+                value = k.splat(here.at(place))
                 for total, weight in zip(sums, row, strict=True):
                     k.accumulate(total, value, weight)

@@ -19,8 +19,9 @@ from cnnexp.backends.simd.algorithms.cost import Work, product_gradient, product
 from cnnexp.backends.simd.algorithms.linear import product
 from cnnexp.backends.simd.algorithms.linear.dense import Dense
 from cnnexp.backends.simd.algorithms.linear.product import Panel, Panels, Steps, add_products, choose_tile, most_height
+from cnnexp.backends.simd.algorithms.linear.sparse import FEWEST_FEATURES, Features
 from cnnexp.backends.simd.algorithms.reorder import reorder
-from cnnexp.backends.simd.algorithms.update import Rows, update_owned
+from cnnexp.backends.simd.algorithms.update import MANY_IMAGES, Rows, each_arena, own_arena, update_owned
 from cnnexp.backends.simd.compiler.emit import INDEX, LINE_FLOATS, Emitter, Kernels, Sums, Target, chunks, chunks_of
 from cnnexp.backends.simd.layouts import Layout, round_up
 from cnnexp.optimizers import Optimizer
@@ -47,6 +48,7 @@ class Wide(Dense):
 
     algorithm = "wide"
     whole_vectors, in_parts = False, ("forward", "backward_input")
+    features: Features | None = None
 
     def work(self, target: Target, images: int, needs_dx: bool) -> dict[str, Work]:
         features, outputs = self.stage.weight.shape
@@ -92,6 +94,8 @@ class Wide(Dense):
         self.panels = Panels(together * (-(-features // together) | 1), outputs, width, target.lanes)
         plan.parameters.place(self.stage.weight, self.panels.size, self.panels.views, plan.owns)
         plan.parameters.place_plain(self.stage.bias)
+        if self.first and features >= FEWEST_FEATURES:
+            self.features = Features(plan.arena, self.x, self.parts, self.ahead)
         self.few = plan.share <= target.lanes // 2
         if self.dx and self.few:
             self.sums = plan.arena.allocate(plan.share * features * target.lanes)
@@ -118,6 +122,8 @@ class Wide(Dense):
             stop = k.select(whole, INDEX(times), k.groups(height)) if height == self.height else k.groups(height)
             tiles.append((height, height, k.select(chosen, stop, INDEX(0)), 0))
         tiles += [(rest, self.height, k.select(whole, INDEX(times + 1), INDEX(0)), times)] if rest else []
+        listed = self.features.look(k, k.arena) if self.features else None
+        size, numbers = (listed.count, listed.place) if listed else (x.size, None)
         for panel in self.panels.each(k, self.parts):
             for height, apart, stop, start in tiles:
                 with k.loop(stop, start) as tile:
@@ -125,7 +131,7 @@ class Wide(Dense):
                     n = k.largest(n, INDEX(0))
                     # the sums
                     totals = [k.variables(panel.width) for _ in range(height)]
-                    steps = Steps(1, x.size, (0, 1), (0, panel.unit), ahead=self.ahead)
+                    steps = Steps(1, size, (0, 1), (0, panel.unit), None, self.ahead, numbers)
                     places = [i * x.stride for i in range(height)]
                     add_products(k, totals, x.stored(k, n), places, panel.at(weights), steps)
                     # bias and ReLU
@@ -154,19 +160,25 @@ class Wide(Dense):
 
     def backward_weights(self, k: Emitter, plan: Layout) -> None:
         dw, _ = plan.parameters.of(self.stage, k.gradients)
+        listed = self.features.listed(k, k.arena) if self.features else None
         for panel in self.panels.each(k):
-            for d, height in panel.chunks(k, self.x.size):
-                with k.sums(k.grid(panel.at(dw).at(d, panel.unit), height, panel.unit, panel.width)) as totals:
-                    self._add_products(k, totals, panel, (INDEX(0), d, height))
+            for first, rows in panel.chunks(k, self.x.size, listed):
+                lines = [panel.at(dw).at(first, panel.unit).at(row, panel.unit) for row in rows]
+                with k.sums([[line + v * k.lanes for v in range(panel.width)] for line in lines]) as totals:
+                    self._add_products(k, totals, panel, (INDEX(0), first, rows))
 
     def _add_products(self, k: Emitter, totals: Sums, panel: Panel, rows: Rows) -> None:
         """Add a tile's products to sums of dw."""
-        (_, first, height), x, dy = rows, self.x, self.dy
+        (_, first, places), x, dy = rows, self.x, self.dy
         steps, gradient = Steps(1, k.count, (0, x.stride), (0, dy.stride)), panel.outputs(dy.stored(k, 0))
-        add_products(k, totals, x.stored(k, 0).at(first), range(height), gradient, steps, panel.valid)
+        add_products(k, totals, x.stored(k, 0).at(first), places, gradient, steps, panel.valid)
 
     def update(self, k: Emitter, plan: Layout, optimizer: Optimizer) -> None:
-        update_owned(k, plan, optimizer, self.stage.weight, (self.panels, 1, self.x.size), self._add_products)
+        stride, listed = plan.arena.stride, None
+        if self.features and plan.share >= MANY_IMAGES:
+            listed = self.features.look(k, own_arena(k, stride), lambda: each_arena(k, stride))
+        runs = self.panels, 1, self.x.size, listed
+        update_owned(k, plan, optimizer, self.stage.weight, runs, self._add_products)
 
     def _backward_few(self, k: Emitter, plan: Layout) -> None:
         """As `_backward_input`, with outputs in the lanes; features by as many as have sums that stay in L1."""
