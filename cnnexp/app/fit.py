@@ -97,7 +97,11 @@ class Fit:
         return figures.learning([{"epoch": result.epoch, **epoch_metrics(result)} for result in self.epochs])
 
     def save(self, folder: str | Path) -> Path:
-        """Write a checkpoint for `cnnexp predict FOLDER` and `trainer.resume=FOLDER`; return it, or CheckpointError."""
+        """Write a checkpoint that `cnnexp predict FOLDER` and `trainer.resume=FOLDER` take; return its file.
+
+        Raises:
+            CheckpointError: it cannot be written.
+        """
         save_epochs(Path(folder), self.epochs)
         writer = checkpoint.CheckpointWriter(Path(folder) / checkpoint.FOLDER, self._checkpoint.training, self.epochs)
         return writer.save(self.state, self._checkpoint.about)

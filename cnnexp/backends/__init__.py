@@ -45,7 +45,9 @@ def backend_class(name: str) -> type[Backend]:
 def backend(name: str, **options: Any) -> Backend:
     """Make a backend from its name and its options, the keys of `conf/backend/<name>.yaml`.
 
-    ConfigError: no backend has this name or option; BackendUnavailable: the machine lacks what it needs.
+    Raises:
+        ConfigError: no backend has this name, or it has no such option.
+        BackendUnavailable: the machine lacks what it needs.
     """
     cls = backend_class(name)
     legal = [field.name for field in dataclasses.fields(cls) if field.init]  # type: ignore[arg-type]

@@ -51,7 +51,10 @@ Watch = Callable[[str, str], AbstractContextManager]
 
 
 class Program(Protocol[Handle]):
-    """A network compiled for training at one batch size. What only some know has an answer here for the others."""
+    """A network compiled for training at one batch size.
+
+    A program inherits from it: what only some know has an answer here for the others.
+    """
 
     network: Network
     loss: Loss
@@ -65,14 +68,18 @@ class Program(Protocol[Handle]):
     def load(self, images: np.ndarray, labels: np.ndarray) -> Handle:
         """Put a split where the backend wants it, once; return a handle on it.
 
-        Images are `(N, *input_shape)`, float32, or uint8 for value / 255; labels are integers (N,), 0 .. classes - 1.
+        Args:
+            images: `(N, *input_shape)`, float32, or uint8 that stands for value / 255.
+            labels: integers (N,), 0 .. classes - 1.
         """
 
     def refill(self, handle: Handle | None, images: np.ndarray, labels: np.ndarray, epoch: int) -> Handle:
         """Load images that take the place of those of a handle, which is of no more use; return the new one.
 
-        The handle is of as many, None for the first. Images and labels are as for `load`, which may keep them: they
-        must stay as they are while the handle is used. `epoch` counts a whole epoch's images, of which these are some.
+        Args:
+            handle: of the last ones, as many; None for the first.
+            images, labels: as for `load`, which may keep them: they must stay as they are while the handle is used.
+            epoch: images of a whole epoch, of which these are some.
         """
         return self.load(images, labels)
 
@@ -131,7 +138,10 @@ class Program(Protocol[Handle]):
         return False
 
     def clocked(self) -> Sequence[tuple[Part, float]]:
-        """Return the parts of a step that clock themselves, each with its seconds so far, a mean over the threads."""
+        """Return the parts of a step that clock themselves, and the seconds of each in all training so far.
+
+        The seconds are a mean over the threads; see `Backend.clocked`.
+        """
         return ()
 
     def explain(self) -> Sequence[Part]:

@@ -129,7 +129,12 @@ class Source:
         check_fields(self, "dataset")
 
     def load(self) -> Dataset:
-        """Read the images; DataError where any are missing, damaged or malformed, ConfigError where too few."""
+        """Read the images.
+
+        Raises:
+            DataError: something is missing, damaged or malformed.
+            ConfigError: more images are asked for than there are.
+        """
         raise NotImplementedError
 
     def _path(self, key: str) -> Path:

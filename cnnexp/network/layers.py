@@ -1,4 +1,7 @@
-"""What a layer is: frozen specs. Shapes are channels-last, (H, W, C), without the images (castanheira, section 4.2)."""
+"""What a layer is: frozen specs, which hold no array and run nothing.
+
+Shapes leave out the leading number of images and are channels-last, `(H, W, C)`, as castanheira (section 4.2) flattens.
+"""
 
 from __future__ import annotations
 
@@ -169,7 +172,12 @@ def describe_layer(layer: Layer) -> dict[str, Any]:
 
 
 def make_layer(described: Mapping[str, Any]) -> Layer:
-    """Return what `describe_layer` described; KeyError, TypeError where it did not, ConfigError of an unknown type."""
+    """Return the layer that `describe_layer` described.
+
+    Raises:
+        KeyError, TypeError: it is not as written there.
+        ConfigError: it is of a type that nobody has registered.
+    """
     values = {name: value for name, value in described.items() if name != "type"}
     if "layers" in values:
         values["layers"] = tuple(make_layer(inner) for inner in values["layers"])

@@ -181,7 +181,8 @@ def walk(stages: Iterable[Stage]) -> Iterator[Stage]:
 class Network:
     """An input shape, (H, W, C) for images, (D,) for points, and layers that fit it, first to last.
 
-    NetworkError names the layer that does not fit by its position, the shape there and what would fit.
+    Raises:
+        NetworkError: a layer does not fit, with its position, the shape there and what would fit.
     """
 
     input_shape: Shape
@@ -236,7 +237,10 @@ class Network:
         return any(isinstance(stage.layer, net.Dropout) for stage in walk(self.stages))
 
     def initial_state(self, seed: int) -> dict[str, np.ndarray]:
-        """Return what a run begins with: `parameters`, and `running` and `seed` where layers have need of them."""
+        """Return what a run begins with, as `Program.restore` takes it.
+
+        `parameters`; `running`, where layers keep running averages; `seed`, where a step draws random numbers.
+        """
         return {"parameters": self.initial_parameters(seed), **self.initial_rest(seed)}
 
     def initial_rest(self, seed: int) -> dict[str, np.ndarray]:

@@ -61,7 +61,11 @@ def from_torch(module: Any, input_shape: Sequence[int]) -> FromTorch:
 
 
 def to_torch(trained: Trained, module: Module) -> Module:
-    """Write trained weights and running averages into `from_torch`'s module; NetworkError if it is of other layers."""
+    """Write trained weights and running averages into the module that `from_torch` took; return it.
+
+    Raises:
+        NetworkError: the module is of other layers.
+    """
     shape = trained.network.input_shape
     graph, keys = _trace(module, (*shape[-1:], *shape[:-1]))
     state: dict[str, Any] = module.state_dict()  # type: ignore[attr-defined]
