@@ -94,9 +94,10 @@ class Wide(Dense):
         self.panels = Panels(together * (-(-features // together) | 1), outputs, width, target.lanes)
         plan.parameters.place(self.stage.weight, self.panels.size, self.panels.views, plan.owns)
         plan.parameters.place_plain(self.stage.bias)
-        if self.first and features >= FEWEST_FEATURES:
-            self.features = Features(plan.arena, self.x, self.parts, self.ahead)
         self.few = plan.share <= target.lanes // 2
+        # to predict many takes as long as to look, or longer
+        if self.first and features >= FEWEST_FEATURES and (self.few or not target.forward_only):
+            self.features = Features(plan.arena, self.x, self.parts, self.ahead)
         if self.dx and self.few:
             self.sums = plan.arena.allocate(plan.share * features * target.lanes)
         elif self.dx:
