@@ -95,7 +95,7 @@ class Wide(Dense):
         plan.parameters.place(self.stage.weight, self.panels.size, self.panels.views, plan.owns)
         plan.parameters.place_plain(self.stage.bias)
         self.few = plan.share <= target.lanes // 2
-        # to predict many takes as long as to look, or longer
+        # many images are predicted no faster by a list: the wide MLP by 128 in 1.07 of the time
         if self.first and features >= FEWEST_FEATURES and (self.few or not target.forward_only):
             self.features = Features(plan.arena, self.x, self.parts, self.ahead)
         if self.dx and self.few:
