@@ -11,7 +11,8 @@ What people use, each with a help of its own, e.g. `help(cnnexp.fit)`; `cnnexp h
                 Baseline, backend
     data        Digits, Mnist, FashionMnist, Cifar10, Fer2013, Quadrants, Synthetic, Images, Npz; Dataset, Split
     augment     Shift, CropFlip, Affine, Elastic, Cutout
-    models      OneConv, TwoConvMlp, TwoConvPool4, Knm, Ffn, ResNet, Custom, Onnx, from_torch, to_torch; Network
+    models      OneConv, TwoConvMlp, TwoConvPool4, Knm, Ffn, ResNet, MobileNet, Custom, Onnx, from_torch, to_torch;
+                Network
     layers      Conv2d, MaxPool2d, AvgPool2d, GlobalAvgPool, BatchNorm2d, Dropout, Flatten, Linear, Residual,
                 ReLU, LeakyReLU, Sigmoid, Tanh, GELU; Elementwise
     optimizers  SGD, RMSprop, Adagrad, Adadelta, Adam, AdamW, AdaMax; Schedule, Constant, Cosine, Step
@@ -31,7 +32,7 @@ _HOMES = {
     "cnnexp.datasets": "Cifar10 Dataset Digits FashionMnist Fer2013 Images Mnist Npz Quadrants Split Synthetic",
     "cnnexp.errors": "CnnexpError",
     "cnnexp.network.losses": "Loss Totals",
-    "cnnexp.network.models": "Custom Ffn Knm OneConv Onnx ResNet TwoConvMlp TwoConvPool4",
+    "cnnexp.network.models": "Custom Ffn Knm MobileNet OneConv Onnx ResNet TwoConvMlp TwoConvPool4",
     "cnnexp.network.torch_module": "from_torch to_torch",
     "cnnexp.network": "AvgPool2d BatchNorm2d Conv2d Dropout Elementwise Flatten GELU GlobalAvgPool LeakyReLU Linear "
     "MaxPool2d Network ReLU Residual Sigmoid Tanh",

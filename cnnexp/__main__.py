@@ -21,11 +21,7 @@ COMMANDS = {
     "check": ("NAME [plugins=FILE.py]", "Is a backend, a layer, an optimizer or a loss right? Your own, too."),
     "doctor": ("", "What this machine can run, and what is missing for the rest."),
     "draw": ("RUN", "A page to draw a digit on, and watch what the layers make of it."),
-    "explain": (
-        "RUN | RUN RUN",
-        "Where the time of a run's step goes, beside its baseline's or another run's, and\nwhy. The run needs "
-        "trainer.profile=true.",
-    ),
+    "explain": ("RUN | RUN RUN", "Where the time of a run's step goes, beside its baseline's or another's,\nand why."),
     "export": ("RUN [FILE.onnx]", "Write what a run has trained as an ONNX file."),
     "find-rate": (
         "[GROUP=NAME ...] [GROUP.KEY=VALUE ...]",

@@ -20,7 +20,7 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from cnnexp.backends import BACKENDS
 from cnnexp.backends.protocol import Backend
 from cnnexp.datasets import DATASETS, Dataset, Source
-from cnnexp.errors import ConfigError, did_you_mean
+from cnnexp.errors import ConfigError, did_you_mean, first_line
 from cnnexp.network import LAYERS, Layer
 from cnnexp.network.losses import Loss
 from cnnexp.network.models import MODELS, Model
@@ -185,7 +185,7 @@ def plain(config: DictConfig) -> dict[str, Any]:
     except MissingMandatoryValue as error:
         raise ConfigError(f"{error.full_key}: must be given, as {error.full_key}=VALUE") from error
     except OmegaConfBaseException as error:
-        raise ConfigError(f"{error.full_key}: {str(error).splitlines()[0]}") from error
+        raise ConfigError(f"{error.full_key}: {first_line(error)}") from error
 
 
 def record(config: DictConfig) -> dict[str, Any]:

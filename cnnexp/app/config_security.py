@@ -17,7 +17,7 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from cnnexp.errors import ConfigError, may_hold_secret, refused
+from cnnexp.errors import ConfigError, first_line, may_hold_secret, refused
 from cnnexp.system.files import read_regular
 from cnnexp.tracking.metrics import leaves
 
@@ -96,7 +96,7 @@ def hide_secrets(words: Sequence[str]) -> list[str]:
             try:
                 os.environ[STORE] = str(OmegaConf.create({"uri": uri})["uri"])
             except OmegaConfBaseException as error:
-                raise ConfigError(f"tracking.uri: {str(error).splitlines()[0]}") from error
+                raise ConfigError(f"tracking.uri: {first_line(error)}") from error
             word = f"{key}=${{oc.env:{STORE}}}"
         shown.append(word)
     return shown

@@ -13,7 +13,7 @@ from cnnexp.app.console import make_console
 from cnnexp.backends import BACKENDS, backend_class
 from cnnexp.datasets import DATASETS
 from cnnexp.datasets.idx import FORM, IdxSet
-from cnnexp.errors import CnnexpError, ConfigError, installing
+from cnnexp.errors import CnnexpError, ConfigError, first_line, installing
 from cnnexp.measuring import environment
 from cnnexp.system import child
 from cnnexp.system.cores import usable_cores
@@ -80,8 +80,8 @@ def answer(question: bytes) -> bytes:
         threads = f"{backend.threads} thread{'s' if backend.threads > 1 else ''} of " if not backend.on_gpu else ""
         return f"yes, on {threads}{backend.device_name}".encode()
     except Exception as error:  # also what a broken installation raises: it is this command's news
-        text = (str(error).splitlines() or [""])[0]
-        return f"no: {text if isinstance(error, CnnexpError) else f'{type(error).__name__}: {text}'}".encode()
+        kind = "" if isinstance(error, CnnexpError) else f"{type(error).__name__}: "
+        return f"no: {kind}{first_line(error)}".encode()
 
 
 def _around() -> Iterator[tuple[str, str]]:

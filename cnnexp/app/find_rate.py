@@ -24,9 +24,9 @@ ROWS, FIGURE = 12, "find-rate.png"
 def command(arguments: Sequence[str]) -> None:
     """Print the rates, their losses and the rate for a run; raise ConfigError where the loss falls at no rate."""
     found = _train(settings_of(arguments), np.geomspace(LOWEST, HIGHEST, STEPS))
-    for i in np.unique(np.linspace(0, len(found) - 1, ROWS).astype(int)):
-        sys.stdout.write("{:9.2e}  loss {:9.4f}  smoothed {:9.4f}\n".format(*found[i]))
-    best = int(np.argmin(found[:, 2]))
+    for row in found[np.unique(np.linspace(0, max(0, len(found) - 1), ROWS).astype(int))] if len(found) else ():
+        sys.stdout.write("{:9.2e}  loss {:9.4f}  smoothed {:9.4f}\n".format(*row))
+    best = int(np.argmin(found[:, 2])) if len(found) else -1
     if best < len(found) // ROWS:
         raise ConfigError(f"find-rate: the loss falls at no rate from {LOWEST:g} on; look at the model and the data")
     from cnnexp.tracking import figures  # loads Matplotlib

@@ -14,7 +14,7 @@ from cnnexp.app.config import container, named
 from cnnexp.app.resume import find_run
 from cnnexp.datasets import Dataset, photograph
 from cnnexp.datasets.images import read_picture
-from cnnexp.errors import ConfigError, DataError
+from cnnexp.errors import ConfigError, DataError, first_line
 from cnnexp.tracking.model import BACKEND, Classifier
 
 SURE = 0.9  # a smaller probability is shown with the next class
@@ -51,7 +51,7 @@ def _parse(arguments: Sequence[str]) -> tuple[str, list[str], dict[str, dict[str
     try:
         options = container(OmegaConf.from_dotlist(overrides), resolve=True)
     except (OmegaConfBaseException, YAMLError) as error:
-        raise ConfigError(f"predict {' '.join(overrides)}: {str(error).splitlines()[0]}") from error
+        raise ConfigError(f"predict {' '.join(overrides)}: {first_line(error)}") from error
     if not words or bool(words[1:]) == ("dataset" in options):
         raise ConfigError("predict: give a run and either images or a data set: RUN IMAGE... | RUN dataset=NAME")
     return words[0], words[1:], options

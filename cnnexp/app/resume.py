@@ -59,7 +59,8 @@ def find_earlier(resume: str | None, folder: Path, config: Mapping[str, Any]) ->
         return _newest(folder, config_hash(config))
     path = find_run(resume, f"trainer.resume={resume!r}").absolute()
     holder = folder_of(path)
-    if holder.resolve() == folder.resolve() and path != checkpoint.list_checkpoints(path.parent)[-1]:
+    beside = checkpoint.list_checkpoints(path.parent)
+    if holder.resolve() == folder.resolve() and beside and path != beside[-1]:
         raise ConfigError(f"trainer.resume={resume!r}: later checkpoints lie beside it; choose another hydra.run.dir")
     return ResumePoint(holder, path)
 

@@ -49,7 +49,7 @@ def program(
     what = f"{count} parameters, their gradients and the optimizer's slots"
     yield Part(what, workers * copies * FLOAT * count, "the size of the model")
     fused = fused and not network.running  # a batch normalization needs the whole batch
-    images = workers * backend.threads * LANES if fused else batch_size
+    images = min(workers * backend.threads * LANES, batch_size) if fused else batch_size
     what = "the activations of a tile of images" if fused else f"the activations of a batch of backend={backend.name}"
     key = "the size of the model" if fused else "trainer.batch_size"
     # values of an image in all layers, with their gradients and the places of maxima where not fused

@@ -141,7 +141,7 @@ def report(ledger: Ledger, program: Profiled, epochs: Sequence[EpochResult], bac
     # a fused program leaves out what the layers one by one would compute in vain
     flops = sum(layer["flops"] for layer in layers) or images * sum(
         work_per_image(stage, what, program.batch_size, stage.name != _first_trained(program.network))[0]
-        for stage, what in itertools.product(program.network.stages, KERNELS)
+        for stage, what in itertools.product(walk(program.network.stages), KERNELS)
     )
     found["share_of_gflops"] = flops / trained_s / 1e9 / found["machine"]["gflops"]
     if layers:

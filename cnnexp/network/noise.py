@@ -1,8 +1,8 @@
 """Random numbers that follow from where they are used: no generator, no state, no order of drawing.
 
-What Dropout zeroes follows from the seed, the step, the layer, the image's place in its data set and the number's place
-in the image. So every backend, and any number of threads or workers, makes the same mask. The arithmetic is of whole
-numbers below 2**32 in 64 bits, the same source for Python, NumPy, PyTorch, Numba and CUDA.
+What Dropout zeroes follows from the seed, the step, the layer, the image's place in what the program was given, and the
+number's place in the image. So every backend, and any number of threads or workers, makes the same mask. The
+arithmetic is of whole numbers below 2**32 in 64 bits, the same source for Python, NumPy, PyTorch, Numba and CUDA.
 """
 
 import zlib
@@ -34,10 +34,10 @@ def threshold(rate: float) -> int:
 
 
 def keeps(key: int, rate: float, images: np.ndarray, size: int) -> np.ndarray:
-    """Return which numbers are kept, bool (N, size), of the images at these places (int64, (N,)) in the data set."""
+    """Return which numbers are kept, bool (N, size), of the images at these places (int64, (N,)) in what was given."""
     return draws(key, images, size) >= threshold(rate)
 
 
 def draws(key: int, images: np.ndarray, size: int) -> np.ndarray:
-    """Return `size` numbers for each of the images at these places in the data set: 32 bits each, int64 (N, size)."""
+    """Return `size` numbers for each of the images at these places in what was given: 32 bits each, int64 (N, size)."""
     return mix(mix(key ^ images.astype(np.int64))[:, None] ^ mix(np.arange(size, dtype=np.int64)))

@@ -401,8 +401,8 @@ def _slide_pool(where: str, shape: Shape, pool: int, stride: int, padding: str |
     window, counts = _slide(where, shape, pool, stride, padding, "pool")
     for before, count, size in zip((window.top, window.left), counts, shape[:2], strict=True):
         if before >= pool or (count - 1) * stride - before >= size:
-            why = f"padding=auto puts a window wholly outside the image, as stride {stride} is larger than pool {pool}"
-            raise NetworkError(f"{where}: {why}; use stride <= pool, or sizes that fit with padding=valid")
+            why = f"padding={padding} puts a window of pool={pool}, stride={stride} wholly outside the image"
+            raise NetworkError(f"{where}: {why}; use stride <= pool and less padding, or padding=valid")
     return window, counts
 
 

@@ -11,7 +11,7 @@ WAITING = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP"
 
 @contextlib.contextmanager
 def held() -> Iterator[None]:
-    """Let a signal's handler run at the end of the block; the second of a kind, from who will not wait, at once.
+    """Delay signals' handlers to the end of the block; that of a second signal of the same kind runs at once.
 
     Only signals with a handler in Python wait, and only in the main thread, where Python handles them.
     """

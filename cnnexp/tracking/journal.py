@@ -21,7 +21,7 @@ import numpy as np
 
 from cnnexp.backends.protocol import Backend
 from cnnexp.datasets import Dataset, photograph
-from cnnexp.errors import BackendUnavailable, CheckpointError, ConfigError, Diverged, TrackingError, refused
+from cnnexp.errors import BackendUnavailable, CheckpointError, ConfigError, Diverged, TrackingError, first_line, refused
 from cnnexp.measuring import environment
 from cnnexp.measuring.explanation import changes, sides_of
 from cnnexp.measuring.interference import Interference
@@ -282,7 +282,7 @@ class Run(Record, Observer, contextlib.AbstractContextManager["Run"]):
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         status = "SKIPPED" if self._skipped else _status(error)
         if error is not None:
-            self.tags["error"] = next(iter(str(error).strip().splitlines()), type(error).__name__)
+            self.tags["error"] = first_line(error)
         if isinstance(error, Diverged):
             self.tags["diverged"] = "true"
         with self._locks, self._journal:
@@ -290,7 +290,7 @@ class Run(Record, Observer, contextlib.AbstractContextManager["Run"]):
                 self._summarize(status)
             self._end(status, drawn=status == "FINISHED")
         if self.lost is not None and error is None:
-            advice = f"{environment.program_name()} sync {self.folder} sends them"
+            advice = f"{environment.program_name()} sync {self.folder} sends what is missing"
             raise TrackingError(f"{self.lost}; all {len(self.epochs)} epochs are in {self.folder / JOURNAL}; {advice}")
 
     def _summarize(self, status: str) -> None:

@@ -1,6 +1,7 @@
 """A trained network that classifies: for `cnnexp predict`, and for MLflow's `pyfunc.load_model`.
 
-Only `Served` needs mlflow, which imports this module by the name that `store.Store.save_model` wrote into the model.
+Only `Served` and its errors need mlflow, which imports this module by the name that `store.Store.save_model` wrote into
+the model.
 """
 
 import base64

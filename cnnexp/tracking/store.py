@@ -1,4 +1,4 @@
-"""The MLflow store, and the process that brings it up to journals: the only file that imports mlflow.
+"""The MLflow store, and the process that brings it up to journals: the only file that talks to it.
 
 Importing MLflow takes longer than a short training, so it happens in a process of its own, which `pipe` starts first.
 It reads one call a line, `[id, name, arguments]` as JSON, and answers those with an id by `[id, value, error]`. What it
@@ -135,7 +135,7 @@ class Store:
     def look(self) -> None:
         """Look into all journals that are followed, and say of every open run that it is alive, where that is due."""
         for folder in tuple(self._followed):
-            with contextlib.suppress(TrackingError):
+            with contextlib.suppress(TrackingError, OSError):
                 self.follow(folder, now=False)
         if time.monotonic() >= self._beat_at:
             self._beat_at = time.monotonic() + liveness.BEAT_S
@@ -258,7 +258,7 @@ class Store:
     def close(self) -> None:
         """End what was never ended: its process is gone."""
         for folder in tuple(self._followed):
-            with contextlib.suppress(TrackingError):  # it is in the journal
+            with contextlib.suppress(TrackingError, OSError):  # it is in the journal
                 self.sync(folder)
 
     def _experiment(self, name: str) -> str:

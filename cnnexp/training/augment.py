@@ -179,8 +179,8 @@ class Augmenter:
 class Feed:
     """The training split, as it is or augmented: then some batches at a time, the next made while these train.
 
-    Dropout's random numbers follow from the images' places in what the program is given. So that these are the same in
-    every run of a seed, what it is given always begins at a multiple of so many images.
+    Dropout draws by an image's place in what the program was given. So parts always begin at a multiple of `_size`
+    images: a resumed epoch draws the same.
     """
 
     def __init__(self, program: Program, split: Split, augmenter: Augmenter | None) -> None:

@@ -151,7 +151,8 @@ def describe(
 def rebuild(training: Mapping[str, Any]) -> tuple[Network, Loss]:
     """Return the network and the loss of what `describe` wrote; raise KeyError, TypeError or ValueError on all else."""
     layers = tuple(make_layer(layer) for layer in training["network.layers"])
-    loss = Loss(training["loss"], training.get("loss.label_smoothing", 0.0))
+    weights = tuple(training.get("loss.class_weights", ()))
+    loss = Loss(training["loss"], training.get("loss.label_smoothing", 0.0), weights)
     return Network(training["network.input_shape"], layers), loss
 
 

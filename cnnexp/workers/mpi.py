@@ -72,12 +72,12 @@ class Session:
         try:
             backend = divide_threads(spec.backend, self.collective.host_size)
             replica = make_replica(spec._replace(backend=backend), self.collective)
-        except CnnexpError:
-            self.comm.allgather(True)
+        except CnnexpError as error:
+            self.comm.allgather(str(error))
             raise
-        if any(failed := self.comm.allgather(False)):
+        if failed := [found for found in enumerate(self.comm.allgather("")) if found[1]]:
             replica.close()
-            raise WorkerDied(f"worker {failed.index(True)} of {self.comm.size} could not compile; see its message")
+            raise WorkerDied("worker {} of {size} could not compile: {}".format(*failed[0], size=self.comm.size))
         return replica
 
     def end(self) -> None:

@@ -108,6 +108,11 @@ def test_find_rate_ends_where_the_loss_explodes(monkeypatch):
     assert np.isfinite(rows).all()
 
 
+def test_find_rate_says_so_where_not_even_the_first_loss_is_finite(mistake, monkeypatch):
+    monkeypatch.setattr(find_rate, "_train", lambda settings, rates: np.empty((0, 3)))
+    mistake("find-rate", says="find-rate: the loss falls at no rate from 1e-06 on; .*")
+
+
 @pytest.mark.parametrize("words", [("-m",), ("optimizer.lrr=1",), ("optimizer.lr=x",), ("nonsense=1",), ("model=",)])
 def test_find_rate_refuses_in_one_line(mistake, words):
     mistake("find-rate", *words, says=r"\S+.*")

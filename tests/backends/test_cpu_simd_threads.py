@@ -129,6 +129,17 @@ def test_threads_share_the_kernels_of_one_image(layer):
         np.testing.assert_allclose(gradient, several[0], rtol=1e-3, atol=1e-5)
 
 
+def test_gradients_of_weights_wait_for_every_part_of_the_last_kernel():
+    """A first layer without a bias has no kernel after it; the images alternate, or what is there before is right."""
+    network = Network((301,), (Linear(700, bias=False), Linear(99), ReLU(), Linear(4)))
+    target, case = replace(HOST, part_cycles=100, l2_bytes=2**13), make_case(network, images=2)
+    assert make_plan(network, replace(target, parts=3), 1).backward[-1][1].parts == 3
+    (alone, one), (program, handle) = (started(OnTarget(target, n), case, SGD(lr=0.1), 1) for n in (1, 3))
+    wanted = [alone.gradients(one, np.array([i]))[1] for i in range(2)]
+    for i in range(40):
+        np.testing.assert_array_equal(program.gradients(handle, np.array([i % 2]))[1], wanted[i % 2])
+
+
 @pytest.mark.parametrize("normed", [True, False])
 @pytest.mark.parametrize(("threads", "optimizer"), [(2, Adam(weight_decay=0.1)), (3, SGD(momentum=0.9))])
 def test_threads_own_convolutions_whose_weights_outweigh_their_images(normed, threads, optimizer):

@@ -1,5 +1,6 @@
 import itertools
 import math
+import sys
 import time
 from types import SimpleNamespace
 
@@ -8,12 +9,13 @@ import pytest
 from fakes import FakeClock, FakeProgram
 from tables import each
 
-from cnnexp import SGD, AvgPool2d, Conv2d, Flatten, Linear, Loss, MaxPool2d, Network, ReLU, Sigmoid, Totals
+from cnnexp import SGD, AvgPool2d, Conv2d, Flatten, Linear, Loss, MaxPool2d, Network, ReLU, Residual, Sigmoid, Totals
 from cnnexp.backends import backend_class
 from cnnexp.measuring import roofline
 from cnnexp.measuring.amdahl import amdahl_limit
 from cnnexp.measuring.ledger import REST, Ledger, Profiled, metrics, report, report_beside
 from cnnexp.measuring.roofline import machine_limits, roofs, work_per_image
+from cnnexp.network.shapes import walk
 
 NETWORK = Network((12, 12, 2), (Conv2d(4, 3), ReLU(), MaxPool2d(2), Flatten(), Linear(6), Sigmoid(), Linear(3)))
 LAYERS = [stage for stage in NETWORK.stages if not isinstance(stage.layer, Flatten)]
@@ -108,6 +110,16 @@ def test_a_fused_program_is_one_entry():
     flops = 128 * sum(work_per_image(stage, what, 16, needs_dx=stage.name != "conv1")[0] for stage, what in PASSES)
     reached = flops / named["profile/train_s"] / 1e9
     assert named["profile/share_of_gflops"] == pytest.approx(reached / found["machine"]["gflops"])
+
+
+def test_the_share_of_the_limit_counts_the_layers_within_a_residual(monkeypatch):
+    layers = Residual((Conv2d(4, 3, padding="same"),)), Flatten(), Linear(3)
+    monkeypatch.setattr(sys.modules[__name__], "NETWORK", network := Network((6, 6, 4), layers))
+    found, _ = profiled("cpu-simd")
+    passes = itertools.product(walk(network.stages), ("forward", "backward"))
+    flops = 128 * sum(work_per_image(stage, what, 16, not stage.name.endswith("conv1"))[0] for stage, what in passes)
+    reached = flops / metrics(found)["profile/train_s"] / 1e9
+    assert found["share_of_gflops"] == pytest.approx(reached / found["machine"]["gflops"])
 
 
 def test_a_fused_program_that_clocks_itself_tells_its_groups_of_layers():

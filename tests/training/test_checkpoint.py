@@ -20,6 +20,7 @@ from cnnexp.training.checkpoint import (
     list_checkpoints,
     load,
     plain_result,
+    rebuild,
     take_history,
 )
 from cnnexp.training.loop import Progress
@@ -198,3 +199,9 @@ def test_another_training_is_refused_and_what_differs_is_named(changed, message)
         check_same(checkpoint(), describe(**{**same, **changed}), "a.ckpt")
     assert message in str(error.value)
     assert str(error.value).count(", the checkpoint's") == 1
+
+
+@each((Loss.SOFTMAX_CROSS_ENTROPY,), (Loss("softmax_cross_entropy", 0.1, (1.0, 2.0, 0.5)),))
+def test_network_and_loss_are_those_that_were_described(loss):
+    training = describe(NETWORK, loss, Adam(), 8, Constant(), 5, "0" * 64)
+    assert rebuild(json.loads(json.dumps(training))) == (NETWORK, loss)

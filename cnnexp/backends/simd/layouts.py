@@ -278,7 +278,7 @@ class Arena:
     def make(self, shares: int, tiles: int = 1) -> np.ndarray:
         """Return arenas (tiles * shares, stride) as a fresh run needs them, tile by tile, each on its own cache lines.
 
-        The first eight bytes of each say how many floats lie from there to the end of its share's scratch buffer.
+        The first eight bytes of each hold the floats to the end of its share's scratch buffer, for offsets below 0.
         """
         room = round_up(self.scratch + 16 * self.lanes, 16)
         whole = aligned_zeros((tiles * shares * self.stride + shares * room,))

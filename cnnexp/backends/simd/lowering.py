@@ -301,9 +301,10 @@ class Plan:
         return 2 * len(self.nodes) - 1 - i
 
     def _steps_of_y(self, nodes: list[Node], i: int) -> Steps | None:
-        """Return the steps that use a node's output; None where its room is for it alone.
+        """Return the steps in which a node's output must exist, its room another's in between; None if it has its own.
 
-        Where a share is many tiles, a normalization's output, and a sum or two of three, are made again: noted here.
+        Where a share is many tiles, outputs of normalizations and most sums are not kept but made again in the backward
+        pass; `_again` gets these steps here.
         """
         if i + 1 == len(nodes) or ((self._cuts or self.target.forward_only) and _reader(nodes, i).input_layout is NC):
             return None  # what rounds up a row must stay 0

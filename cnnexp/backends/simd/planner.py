@@ -1,8 +1,8 @@
 """The choice of an algorithm for each layer, by what they cost.
 
 `ALGORITHMS` lists all; each file of that name says what it computes and how. A convolution takes in the ReLU and the
-max-pool after it whatever its algorithm. Between two layouts stands a reorder, which costs as well: so the choice is of
-the whole network's cheapest path, not of each layer's cheapest algorithm.
+max-pool after it whatever its algorithm, but `depthwise` no pool. Between two layouts stands a reorder, which costs as
+well: so the choice is of the whole network's cheapest path, not of each layer's cheapest algorithm.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ ALGORITHMS: tuple[type[Node], ...] = (
     *(Channels, Winograd, Lanes, ChannelsArgmax, WinogradArgmax, LanesArgmax, Filters, LanesPair, FiltersFused),
     *(Depthwise, Skinny, Wide, Pool, ElementwiseNode, DropoutNode, BatchNormNode, Split, Sum),
 )
-"""All that there are but `General`, for what they do not compute; of two that cost the same the first is taken."""
+"""All of a layer but `General`, for what they do not compute; of two that cost the same the first is taken."""
 
 LARGEST_WINDOW = 4
 """Side of the largest max-pool that a convolution computes along: its code has every pixel of the window in it."""
@@ -71,7 +71,7 @@ class Path:
         return path._and(node, target, images) if node.may_follow(path.trained) else None
 
     def change(self, name: str, wanted: type[Tensor] | None, target: Target, images: int) -> Path:
-        """Return the path to a layout, None for any that is not an image; NC and NHWC are both in rows."""
+        """Return the path with a reorder to the layout; None is any of images. Both NC and NHWC are rows, and stay."""
         if wanted is None and self.layout is NHWC:
             wanted = Blocked
         if wanted is None or wanted is self.layout or not self.nodes:

@@ -2,10 +2,10 @@
 
 The step is cut twice at each: where a batch is normalized, and where its gradient needs two sums over it. Before a cut
 every tile of images leaves its part in its own arena, then all threads meet, and each adds up all parts, in their
-order: see `Seam`. A tile's part of the variance is taken around the tile's own mean (Chan, Golub and LeVeque 1983), in
-one pass, around the mean of its first row: a part f of the numbers has a mean at most sqrt(1 / f) deviations from that
-of all, so that 1 / f roundings may add up. What rounding takes off a mean is kept beside it, as a small deviation makes
-it large. Whether the ReLU let a number through follows from the input. `predict` has no cut, see `folding`.
+order: see `Seam`. A tile's part of the variance is taken around its own mean (Chan, Golub and LeVeque 1983), in one
+pass that subtracts the mean of its first row: if that is a part f of the numbers, its mean is at most sqrt(1 / f)
+deviations off, so at most 1 / f roundings add up. The rounding error of a mean is kept beside it: a small deviation
+magnifies it. Whether the ReLU let a number through follows from the input. `predict` has no cut, see `folding`.
 
 Where a share is many tiles, the output is not kept either: a convolution that reads it in its backward pass has it made
 again just before (Chen, Xu, Zhang and Guestrin 2016), in the scratch buffer; kept tensors take each other's room in

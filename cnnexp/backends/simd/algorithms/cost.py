@@ -38,7 +38,7 @@ CALL_CYCLES = 30
 """Cycles to begin and end a tile: addresses, the first sums' latency, loops whose number of turns is a surprise."""
 
 RELU_DENSITY = 0.6
-"""Part of a pooled ReLU's outputs that are not zero: in between a network's first step and its last."""
+"""Part of a pooled ReLU's outputs that are not 0: a middle between untrained and trained networks."""
 
 
 @dataclass(frozen=True)

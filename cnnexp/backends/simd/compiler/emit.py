@@ -177,7 +177,7 @@ class Emitter:
         self._multiplied = 0
 
     def place(self, base: ir.Value, offset: Offset) -> ir.Value:
-        """Return the address so far from a base; below 0, from the end of `Arena.scratch`."""
+        """Return the address at an offset from a base; one below 0 counts from the end of a share's scratch buffer."""
         whole = isinstance(base, ir.Argument)
         key = base.name if whole else "", offset
         if key not in self._places:
@@ -360,9 +360,8 @@ class Emitter:
 
     def prefetch(self, pointer: Pointer, written: bool = False, near: int = 3) -> None:
         """Have a cache line brought to L1 (`near` 3) or L2 (2) that is soon read, or written, and not foreseen."""
-        kind = ir.FunctionType(ir.VoidType(), [BYTE.as_pointer(), INT, INT, INT])
-        function = intrinsics.declare(self.module, kind, "llvm.prefetch.p0i8")
-        self.builder.call(function, [pointer.value(BYTE), INT(int(written)), INT(near), INT(1)])
+        hints = INT(int(written)), INT(near), INT(1)
+        self.intrinsic("llvm.prefetch.p0i8", ir.VoidType(), pointer.value(BYTE), *hints)
 
     def store_part(self, value: ir.Value, pointer: Pointer, count: int) -> None:
         """Store the first `count` lanes and no others, in parts whose sizes are powers of 2."""

@@ -86,12 +86,12 @@ class Forward(NamedTuple):
 
 
 COUNT, IMAGES, ARE_BYTES, SCORES, PROBABILITIES, SPINS = range(6)
-"""Of a job: how many images, where they lie, whether they are bytes, where the scores go, whether probabilities are
-asked for, and how many turns a thread waits for the next job. 0 images are what kernels need after other parameters."""
+"""Places in a job: how many images, their address, whether they are bytes, the scores' address, whether to make
+probabilities of them, how many turns to wait for the next job. With 0 images kernels only prepare new parameters."""
 
 TICKETS, DONE, HERE = LINE, 2 * LINE, 3 * LINE
-"""Of a job: the next part of what is done at the moment, how many of its parts are done, and from `HERE` on by rank
-whether a thread is there: who wakes it says yes, itself no when it leaves."""
+"""Places in a job: the next part to take, how many are done, and from `HERE` on, by rank, whether a thread is awake:
+set by who wakes it, cleared by itself when it goes to sleep."""
 
 
 def arguments(call: type[Call | Forward]) -> dict[str, Array | None]:

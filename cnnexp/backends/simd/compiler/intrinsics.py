@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from llvmlite import ir
 
-PORTABLE = ("llvm.fmuladd", "llvm.sqrt", "llvm.ctpop")
+PORTABLE = ("llvm.fmuladd", "llvm.sqrt", "llvm.ctpop", "llvm.prefetch")
 """What every LLVM since 15 turns into instructions of any CPU; their names go on with a type."""
 
 COMPRESS_16 = "llvm.x86.avx512.mask.compress.v16f32"

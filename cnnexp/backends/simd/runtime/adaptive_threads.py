@@ -19,8 +19,8 @@ PAUSE_S = 0.5
 """Seconds of training on all threads between trials of one."""
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 8.0
-"""Seconds of training before the first trial of one, and on one thread before the first trial of all; each trial of all
-that comes to nothing doubles the latter, up to the longest."""
+"""Seconds of training before the first trial of one thread and, while one works, before that of all, which each vain
+trial doubles, up to the longest."""
 
 MARGIN = 1.15
 """So many times as fast must the other number of threads be."""

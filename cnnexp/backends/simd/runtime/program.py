@@ -407,12 +407,12 @@ def paying_threads(network: Network, batch_size: int, target: Target, threads: i
 def make_plan(network: Network, target: Target, share: int) -> Plan:
     """Return the plan for `share` images per thread and step.
 
-    Two vectors of images go through all layers at once, so that weights are read half as often as with one; more where
-    the weights leave L2. It is one where the share is small, where two would take much memory, or where their
-    activations would leave L2 and outweigh the weights, or push out what one leaves there. Of a share of more than
-    eight vectors activations stay in a core's part of L3 where they outweigh the weights. Where one vector leaves L2
-    by a third, four images predict, unless weights leave L3; where it is twice L2, steps with seams take half or less,
-    the most that L2 holds between two seams or the least that costs the kernels little: what is normalized stays near.
+    A tile is two vectors of images, so that weights are read half as often as with one. It is one vector where the
+    share is small, or where two take much memory, or where their activations leave L2 and outweigh the weights or push
+    out what one leaves there. It is more where the weights leave L2; of a share of more than eight vectors, where
+    activations outweigh the weights, as many as a core's part of L3 holds. It is four images, to predict, where one
+    vector leaves L2 by a third and the weights stay in L3. With seams it is half a vector or less where one is twice
+    L2: the most that L2 holds between two seams, or the least that costs the kernels little.
     """
 
     def size(plan: Plan) -> int:

@@ -172,8 +172,10 @@ def _shared(
                     run(call.parameters, gradient, arena, here, part, kernel)
             elif last:
                 run(call.parameters, gradient, arena, here, 0, kernel)
-        if last and call.mode == GRADIENTS:
-            owned_gradients(call.parameters, gradient, arena, here)
+        if call.mode == GRADIENTS:
+            wait(call.flags, call.rank, call.threads)
+            if last:
+                owned_gradients(call.parameters, gradient, arena, here)
 
     return compiled(run_batch, inline="always")
 

@@ -59,9 +59,9 @@ class ThreadPool:
 
 
 class Helpers:
-    """Threads that each do a task of their own when they are woken: what it is about they share with who wakes them.
+    """Threads that run a task each when woken, and are never waited for. They start when the first one is woken.
 
-    They start when the first one is woken. Nobody waits for them.
+    A task and who wakes it share data themselves.
 
     Args:
         tasks: of rank 1 and above.

@@ -135,9 +135,9 @@ class Tiling:
         rows: of tiles in a block. images: at most in a block, which brings the weights, or their sums, once; 1 where a
             block is part of an image.
         block: tiles of an image in a block. blocks: of an image; the last one may be smaller.
-        by_panel: whether a block is of whole images whose tiles L3 holds, and its products go by pieces of the weights:
-            `piece` channels of a panel. Each is transformed, used and forgotten, while otherwise the weights of all
-            leave L2, and come again for every block.
+        by_panel: whether products go by pieces of the weights, `piece` channels of a panel: each is transformed, used
+            for all tiles of a block of whole images, which L3 holds, and dropped. Otherwise all weights are transformed
+            once, leave L2, and are read again for every block.
 
     Args:
         width: vectors of a panel. images: of a step, at most. parts: of a kernel that share the blocks.
