@@ -117,7 +117,7 @@ def reason_of(error: OSError) -> str:
     return (error.strerror or str(error) or type(error).__name__).lower()
 
 
-def first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
     """Return the first line of what an unexpected error says, its type where it says nothing."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:MOST_SAID]
 
