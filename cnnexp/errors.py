@@ -10,6 +10,7 @@ import errno
 import json
 import os
 import re
+import shutil
 import sys
 import tempfile
 import traceback
@@ -87,7 +88,7 @@ class WorkerDied(CnnexpError, exit_code=8):
     """One of several workers is gone, so the others cannot go on."""
 
 
-def explained(error: Exception, *folders: Path) -> CnnexpError:
+def explained(error: BaseException, *folders: Path) -> CnnexpError:
     """Return any error as one line: as it is, as what a disk lacks, or, as the last resort, as unexpected.
 
     The traceback of an unexpected one goes into a file, in the first of some folders that takes it.
@@ -158,14 +159,23 @@ def installing(extra: str) -> str:
     """Return the command that installs what a part of cnnexp needs besides, from where cnnexp itself came."""
     from importlib import metadata  # slow to import, and rarely needed
 
-    source = "cnnexp"
-    if (Path(__file__).resolve().parents[1] / "pyproject.toml").is_file():
-        source = "."
+    source, editable = "cnnexp", ""
+    if ((checkout := Path(__file__).resolve().parents[1]) / "pyproject.toml").is_file():
+        source, editable = "." if checkout == Path.cwd() else str(checkout), "-e "  # else what runs next is a copy
     else:
         with contextlib.suppress(metadata.PackageNotFoundError, TypeError, ValueError):
             came = urlsplit(json.loads(metadata.distribution("cnnexp").read_text("direct_url.json") or "{}").get("url"))
             source = unquote(came.path) if came.scheme == "file" else source  # `pip install FOLDER` notes it (PEP 610)
-    return f"pip install '{source}[{extra}]'"
+    return f"{as_typed('pip')} install {editable}'{source}[{extra}]'"
+
+
+def as_typed(command: str) -> str:
+    """Return a command as it works where it is typed: by its path where this environment is not active."""
+    program, scripts = command.split()[0], os.path.dirname(sys.executable)
+    found = shutil.which(program)
+    if found and os.path.realpath(os.path.dirname(found)) == os.path.realpath(scripts):
+        return command
+    return os.path.join(min(os.path.relpath(scripts), scripts, key=len), command)
 
 
 def leave(message: str, exit_code: int) -> NoReturn:

@@ -105,7 +105,7 @@ def jobs(folder: Path, seed: int) -> Iterator[str | None]:
     The sweep must name what is lost in one line; in the end every job is FINISHED once, and nothing is RUNNING.
     """
     if importlib.util.find_spec("hydra_plugins.hydra_joblib_launcher") is None:
-        raise NotTried("hydra-joblib-launcher is not here: pip install '.[sweep]'")
+        raise NotTried("hydra-joblib-launcher is not here: pip install -e '.[sweep]'")
     rng = random.Random(seed)
     store, filters = folder / "mlflow.db", (1, 2, 3, 4)
     words = [*SMALL, "trainer.epochs=2", f"tracking.uri=sqlite:///{store}", "sweep.skip_finished=true"]

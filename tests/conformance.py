@@ -101,7 +101,7 @@ def _describe(stages: Iterable[Stage], flat: dict[str, np.ndarray], batch: np.nd
             case Residual():
                 found["layers"] = _describe(stage.stages, flat, batch)
                 if layer.shortcut == "padded":
-                    found["step"] = -(-stage.input_shape[0] // stage.output_shape[0])
+                    found["step"] = max(-(-stage.input_shape[i] // stage.output_shape[i]) for i in range(2))
             case Dropout() if batch is not None:
                 key, size = noise.layer_key(SEED, 1, stage.name), math.prod(stage.output_shape)
                 found["kept"] = noise.keeps(key, layer.rate, batch, size).reshape(-1, *stage.output_shape)

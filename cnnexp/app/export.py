@@ -8,7 +8,7 @@ import numpy as np
 
 from cnnexp.app.resume import find_run, folder_of
 from cnnexp.backends import backend_class
-from cnnexp.errors import BackendUnavailable, CnnexpError, ConfigError, installing
+from cnnexp.errors import BackendUnavailable, CnnexpError, ConfigError, installing, refused
 from cnnexp.tracking.model import BACKEND, Classifier
 
 FILE = "model.onnx"
@@ -43,7 +43,8 @@ def command(arguments: Sequence[str]) -> None:
     if not differ <= AGREES:
         raise CnnexpError(f"export {path}: onnxruntime's probabilities differ from predict's by {differ:.1e}")
     target = Path(arguments[1]) if arguments[1:] else folder_of(path) / FILE
-    target.write_bytes(content)
+    with refused(ConfigError, f"export: {target}"):
+        target.write_bytes(content)
     shape = " x ".join(map(str, network.input_shape))
     takes, gives = f"{classifier.pixels}, N x {shape}", f"float32, N x {len(classifier.classes)}"
     differs = f"differs from predict by {differ:.0e}, over {CHECKED} random images"

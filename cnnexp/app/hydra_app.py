@@ -83,7 +83,7 @@ def launch() -> None:
     for tracking, link in links.items():
         store = f" tracking.uri={without_secrets(tracking.uri)}" if tracking.uri else ""
         first = f"{missing}, then " if (missing := browser.installing_pages()) else ""
-        if browser.answers(link):  # an address that nothing answers is of no use
+        if (tracking.uri or "").startswith("http"):  # at another store's port somebody else's may be served
             say(make_console(), link)
         else:
             say_rows(make_console(), [("To look at it:", f"{first}{program_name()} ui{store}")])
@@ -193,7 +193,7 @@ def job(composed: DictConfig) -> float:
     """Run one job; return its objective, nan if it failed: failures are kept, as Hydra would print the first alone."""
     try:
         return run(composed)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         failure = error if isinstance(error, BrokenPipeError) else explained(error, _folder())
         failure.__cause__ = error.__cause__ if failure is error else error
         if within := sweep.current():

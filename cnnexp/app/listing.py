@@ -43,7 +43,8 @@ def command(arguments: Sequence[str]) -> None:
     for key, value in asked.items():
         if runs and key not in legal:
             near = did_you_mean(key, legal)
-            raise ConfigError(f"runs {key}={value}: legal: last, sort, status, or a key of the config{near}")
+            given = f"{key}={value}" if value else key
+            raise ConfigError(f"runs {given}: legal: last, sort, status, or a key of the config{near}")
     found = [run for run in runs if all(run["keys"].get(key) == value for key, value in asked.items())]
     found = sorted(found, key=lambda run: -run["ended"])[: int(last)]
     found.sort(key=lambda run: -run.get(sort, float("-inf")))

@@ -13,6 +13,9 @@ SEED = "trainer.seed"  # jobs that differ in it alone are repeats of one
 SIGNIFICANT = 0.05  # p-value, after Holm, below which two places differ
 # what ranks: metric of every epoch -> the form of its median
 MEASURES = {"speedup/vs_baseline": "{:.3g} x", "throughput/images_per_s": "{:,.0f} images/s"}
+# of a job that was skipped only the median is known
+MEDIANS = {"speedup/vs_baseline": "speedup/median", "throughput/images_per_s": "throughput/median_images_per_s"}
+ENDED = ("FINISHED", "SKIPPED")
 
 
 class Place(NamedTuple):
@@ -21,23 +24,28 @@ class Place(NamedTuple):
     label: str  # what varied but for the seed, e.g. `cpu-simd filters=32`; without anything else, what was trained
     values: tuple[float, ...]  # of the measure, one per epoch of every job
     interval: Interval  # of their median
+    skipped: bool = False  # of runs before, whose medians alone are known
 
 
 def rank(
     found: Sequence[Mapping[str, Any]], varied: Sequence[str], epochs: Mapping[str, Sequence[Mapping[str, float]]]
 ) -> tuple[str | None, list[Place]]:
     """Return the measure that ranks `sweep.rows`, and the places, best first; (None, []) where none can be compared."""
-    finished = [row for row in found if row["status"] in ("FINISHED", "SKIPPED") and not row["contended"]]
+    finished = [row for row in found if row["status"] in ENDED and not row["contended"]]
     for measure in MEASURES:
         groups: dict[str, list[float]] = {}
+        skipped: set[str] = set()
         for row in finished:
             own = [(key, row[key]) for key in varied if key != SEED]
             words = [f"{key.rpartition('.')[2]}={value}" if "." in key else str(value) for key, value in own]
             label = " ".join(words) or str(row["name"]).removeprefix(f"seed={row.get(SEED)} ")
-            if values := [epoch[measure] for epoch in epochs[row["job"]] if measure in epoch]:
+            values = [epoch[measure] for epoch in epochs[row["job"]] if measure in epoch]
+            if row["status"] == "SKIPPED" and MEDIANS[measure] in row:
+                values, skipped = [row[MEDIANS[measure]]], skipped | {label}
+            if values:
                 groups.setdefault(label, []).extend(values)
         if groups:
-            places = [Place(label, tuple(values), median_interval(values)) for label, values in groups.items()]
+            places = [Place(at, tuple(own), median_interval(own), at in skipped) for at, own in groups.items()]
             return measure, sorted(places, key=lambda place: -place.interval.median)
     return None, []
 
@@ -53,8 +61,8 @@ def rows(
     }
     rows: list[verdict.Row] = [("ranking", order[measure])]
     for number, place in enumerate(places, 1):
-        rows.append((f"{number:>4}.", f"{place.label}: {_phrase(place.interval, MEASURES[str(measure)])}"))
-    rows += _differences(places)
+        rows.append((f"{number:>4}.", f"{place.label}: {_phrase(place, MEASURES[str(measure)])}"))
+    rows += [] if any(place.skipped for place in places) else _differences(places)
     if reached := [row["time/to_target_s"] for row in found if "time/to_target_s" in row]:
         times = f"{min(reached):.3g} to {max(reached):.3g} s of training, median {statistics.median(reached):.3g} s"
         rows.append(("target", f"reached by {len(reached)} of {len(found)} jobs, after {times}"))
@@ -94,9 +102,10 @@ def _differences(places: Sequence[Place]) -> list[verdict.Row]:
     return rows
 
 
-def _phrase(interval: Interval, form: str) -> str:
-    if interval.count == 1:
-        return f"{form.format(interval.median)} (one epoch)"
+def _phrase(place: Place, form: str) -> str:
+    interval = place.interval
+    if place.skipped or interval.count == 1:
+        return f"{form.format(interval.median)} ({'as recorded before' if place.skipped else 'one epoch'})"
     number = form.partition("}")[0] + "}"
     sure = f" with {interval.confidence:.0%} confidence" if interval.count >= verdict.MORE_EPOCHS else ""
     ends = f"{number.format(interval.low)} to {number.format(interval.high)}{sure}"

@@ -122,7 +122,7 @@ class SweepRecord(Record):
     def _draw(self) -> None:
         from cnnexp.tracking import figures  # loads Matplotlib
 
-        finished = [row for row in self._rows if row["status"] == "FINISHED"]
+        finished = [row for row in self._rows if row["status"] in ranking.ENDED]
         figures.draw_sweep(self.folder / "figures", finished, varied(self._rows))
 
     def _conclude(self, status: str) -> str:

@@ -8,8 +8,6 @@ match is compiled anew and replaced. Reading a file runs what is in it: so it is
 belong to this user and nobody else may write them. Without such a folder everything is compiled at every start.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

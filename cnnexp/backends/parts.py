@@ -1,7 +1,5 @@
 """What a training step consists of, where it is known: which layers a kernel computes, how, and for how long."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 FORWARD, BACKWARD = "forward", "backward"

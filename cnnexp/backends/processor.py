@@ -1,7 +1,5 @@
 """What all backends on the CPU have in common."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Callable, Iterator

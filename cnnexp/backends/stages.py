@@ -1,7 +1,5 @@
 """The stages of a network with the arrays of a batch: one way through them forward, one back."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager

@@ -1,7 +1,5 @@
 """A program's state: what it is made of, how it is completed, and what waits to become part of it."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator
 

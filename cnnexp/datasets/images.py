@@ -8,13 +8,14 @@ from typing import BinaryIO, ClassVar
 
 import numpy as np
 
-from cnnexp.datasets.base import SEED, WHOLE, Dataset, Source, Split, need_images, shown
+from cnnexp.datasets.base import SEED, Dataset, Source, Split, need_images, shown
 from cnnexp.errors import DataError, refused
 from cnnexp.system.files import open_regular
 from cnnexp.system.ranges import ranged
 
 SUFFIXES = frozenset((".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"))
 MODES_OF_8_BITS = frozenset(("1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr", "HSV", "LAB"))
+SIDE = "a whole number 1 .. 65535"  # pixels
 Labeled = tuple[Path, int]
 MOST_BYTES = 2**28  # of a picture's file; a larger one is no picture to train on
 
@@ -31,8 +32,8 @@ class Images(Source):
     name = "images"
     given: ClassVar = {"root": ("the folder that holds a folder of pictures per class", "photos")}
     root: str | None = None
-    height: int | None = ranged(None, WHOLE)
-    width: int | None = ranged(None, WHOLE)
+    height: int | None = ranged(None, SIDE)
+    width: int | None = ranged(None, SIDE)
     grayscale: bool = False
     test_fraction: float = ranged(0.2, "> 0 and < 1")
     seed: int = ranged(0, SEED)
@@ -67,6 +68,7 @@ class Images(Source):
 
     def _read_all(self, files: list[Labeled]) -> Split:
         images: list[np.ndarray] = []
+        need_images(len(files), (1 if self.grayscale else 3) * (self.height or 0) * (self.width or 0), "height")
         for path, _ in files:
             image = self.read(path)
             if images and image.shape != images[0].shape:

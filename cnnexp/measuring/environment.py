@@ -5,14 +5,13 @@ import hashlib
 import json
 import os
 import platform
-import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from cnnexp.errors import ConfigError
+from cnnexp.errors import ConfigError, as_typed
 from cnnexp.system.cores import cpu_name, usable_cores
 
 RANK_VARIABLES = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK")  # set by MPICH, Intel MPI, Slurm; PMIx; Open MPI
@@ -87,10 +86,4 @@ def config_hash(config: Mapping[str, Any]) -> str:
 
 def program_name() -> str:
     """Return how the user starts this program, for commands in messages: one that works where it is typed."""
-    name = "cnnexp" if Path(sys.argv[0]).name == "cnnexp" else "python -m cnnexp"
-    program, scripts = name.split()[0], os.path.dirname(sys.executable)
-    found = shutil.which(program)
-    if found and os.path.realpath(os.path.dirname(found)) == os.path.realpath(scripts):
-        return name
-    beside = os.path.relpath(scripts)  # the environment is not active
-    return os.path.join(min(beside, scripts, key=len), name)
+    return as_typed("cnnexp" if Path(sys.argv[0]).name == "cnnexp" else "python -m cnnexp")

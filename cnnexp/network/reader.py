@@ -124,6 +124,7 @@ class _Reader:
     def __init__(self, graph: Graph, start: _Value) -> None:
         self.graph, self.node, self.dropped = graph, Node("none", "", (), (), {}), list[str]()
         self._values: dict[str, Any] = {"": None, **graph.constants, graph.given: start}
+        self._made: dict[int, _Value] = {}  # by the id of a value: what its rule is as a layer
 
     def read(self) -> Found:
         for node in self.graph.nodes:
@@ -158,7 +159,7 @@ class _Reader:
         """Return a value of the network, arithmetic that led to it as a layer; refuse a constant."""
         self.need(isinstance(x, _Value), "has no input from the images", "a node on the way from images to scores")
         if x.rule is not None:
-            x = self._layer_of(replace(x, rule=None), x.rule)
+            self._made[id(x)] = x = self._made.get(id(x)) or self._layer_of(replace(x, rule=None), x.rule)
         self.need(padded or x.pads == NO_PADS, "follows a Pad", "a Conv or a MaxPool after the Pad")
         self.need(skipped or x.skip == NO_SKIP, "follows a Slice", "an Add of a Residual after the Slice and its Pad")
         self.need(ended or not x.end, f"follows {x.end!r}", "a Softmax at the end alone, where the loss stands for it")
@@ -190,7 +191,7 @@ class _Reader:
             return x
         gelu = [v * (1 + math.erf(v * math.sqrt(0.5))) / 2 for v in GRID]
         self.need(_alike(rule, gelu), "arithmetic that is no layer", "that of a GELU, or a bias after Conv or MatMul")
-        return self.add(x, net.GELU())
+        return self.add(self.value(x), net.GELU())
 
 
 def _short(number: float) -> float:
@@ -403,7 +404,8 @@ def _scaled(r: _Reader, x: _Value, array: Any) -> _Value | None:
     So a bias stands in a file, and a batch normalization that its exporter has written out.
     """
     point, operator = x.point, r.node.operator
-    if x.rule or not isinstance(point.layer, net.Conv2d | net.Linear) or not isinstance(array, np.ndarray):
+    bare = not (x.rule or x.end) and x.pads == NO_PADS
+    if not bare or not isinstance(point.layer, net.Conv2d | net.Linear) or not isinstance(array, np.ndarray):
         return None
     along = [1] * len(x.axes)
     along[x.axes.index(len(x.axes) - 1)] = point.shape[-1]
@@ -429,7 +431,7 @@ def _join(r: _Reader, a: _Value, b: _Value) -> _Value:
             alike = a.axes == b.axes and a.order is None and b.order is None
             r.need(alike, "adds branches of other orders", "two of N x C x H x W, or flat ones after a Gemm")
             layers, parameters, running = _collect(inside)
-            stride = -(-short.shape[0] // long.shape[0])
+            stride = max(-(-size // count) for size, count in zip(short.shape[:2], long.shape[:2], strict=True))
             same = skip == NO_SKIP or skip == (stride, stride, long.shape[-1] - short.shape[-1])
             r.need(same, f"a shortcut of steps and zeros {skip}", f"as many pixels and channels as {long.shape}")
             residual = net.Residual(layers, "identity" if skip == NO_SKIP else "padded")
@@ -457,12 +459,14 @@ def _gelu(r: _Reader, x: Any, approximate: str = "none") -> _Value:
     return r.add(r.value(x), net.GELU())
 
 
+FLOATS, WHOLE = (1, 10, 11, 16), (2, 3, 4, 5, 6, 7, 12, 13)
+"""ONNX's numbers of types that a Cast is to."""
 VIEWS = ("Cast", "Identity", "Reshape", "Shape", "Squeeze", "Transpose", "Unsqueeze")
 """Which make no more numbers than there are."""
 FOLDS: Mapping[str, Callable[..., Any]] = {
     **{"Add": np.add, "Sub": np.subtract, "Mul": np.multiply, "Div": np.divide},
     **{"Erf": np.vectorize(math.erf, [float]), "Gather": np.take, "Concat": lambda *a, axis: np.concatenate(a, axis)},
-    **dict.fromkeys(("Cast", "Identity"), lambda a, **_: a),
+    **{"Identity": lambda a: a, "Cast": lambda a, to, **_: a.astype(np.int64) if to in WHOLE else a},
     "Reshape": lambda a, shape, **_: a.reshape(shape),
     **{"ConstantOfShape": lambda shape, value=0: np.broadcast_to(np.ravel(value)[0], tuple(shape)), "Slice": _cut},
     "Shape": lambda a, **_: np.array(a.shape),
@@ -481,7 +485,7 @@ HANDLERS: Mapping[str, Callable[..., Any]] = {
     "Shape": lambda r, x, **_: np.array([1, *r.value(x).point.shape])[list(x.axes)],
     "ConstantOfShape": lambda r, x, **_: r.constant(x),
     **{"Squeeze": _of_flat, "Unsqueeze": _of_flat, "Gather": _of_flat},
-    **{name: lambda r, x, **_: x for name in ("Identity", "Cast")},
+    **{"Identity": lambda r, x: x, "Cast": lambda r, x, to=1, **_: r.need(to in FLOATS, "rounds", "float types") or x},
     **dict.fromkeys(("Add", "Sub", "Mul", "Div", "Erf"), _compute),
 }
 """By ONNX's operator: what reads a node on the way from images to scores."""

@@ -441,7 +441,7 @@ def _skip(where: str, shortcut: str, shape: Shape, made: Shape) -> Window | None
     if shortcut == "identity" and made == shape:
         return None
     if shortcut == "padded" and len(shape) == len(made) == 3 and made[2] >= shape[2]:
-        stride = -(-shape[0] // made[0])
+        stride = max(-(-size // count) for size, count in zip(shape[:2], made[:2], strict=True))
         if all(-(-size // stride) == count for size, count in zip(shape[:2], made[:2], strict=True)):
             return Window(1, stride)
     legal = {

@@ -104,6 +104,9 @@ def _trace(module: Any, input_shape: Sequence[int]) -> tuple[Graph, dict[str, st
         return f"{value}"
 
     for node in program.graph.nodes:
+        if _changes_another(node):
+            why = "changes in place what another layer reads by another name; use x = f(x)"
+            raise NetworkError(f"from_torch: node {node.name!r} ({node.target}) {why}")
         if node.name in keys and len(node.users) > 1:
             raise NetworkError(f"from_torch: {keys[node.name]} is of several layers; each must have its own weights")
         if node.op == "call_function":
@@ -114,6 +117,20 @@ def _trace(module: Any, input_shape: Sequence[int]) -> tuple[Graph, dict[str, st
     return Graph("from_torch", nodes, constants, given_name, made, tuple(input_shape), folds=False), used
 
 
+def _changes_another(node: Any) -> bool:
+    """Return whether a node works in place on a view, as `relu_(x.view(...))` does, of what others still read."""
+    if node.op != "call_function" or not node.target.__name__.partition(".")[0].endswith("_"):
+        return False
+    place = node.args[0]
+    while schema := getattr(place.target, "_schema", None):
+        if not (found := schema.returns[0].alias_info) or found.is_write:
+            break
+        place = place.args[0]
+        if len(place.users) > 1:
+            return True
+    return False
+
+
 def _translate(node: Any) -> tuple[str, Sequence[Any], dict[str, Any]]:
     """Return ONNX's operator of a node of PyTorch's, its inputs and attributes."""
     if (schema := getattr(node.target, "_schema", None)) is None:
@@ -121,7 +138,7 @@ def _translate(node: Any) -> tuple[str, Sequence[Any], dict[str, Any]]:
     given = {a.name: a.default_value for a in schema.arguments if a.has_default_value()}
     given.update(zip((a.name for a in schema.arguments), node.args, strict=False), **node.kwargs)
     kind = schema.name.removeprefix("aten::").rstrip("_")
-    if kind in ALIKE and given.get("alpha", 1) == 1:
+    if kind in ALIKE and given.get("alpha", 1) == 1 and not given.get("rounding_mode"):
         return ALIKE[kind], [given[name] for name in ("self", "other") if name in given], {}
     translated = OPERATORS[kind](given) if kind in OPERATORS else None
     return translated or (str(node.target), (), {})

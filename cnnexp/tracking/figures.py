@@ -3,6 +3,7 @@
 import io
 import logging
 import textwrap
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from cnnexp.measuring.explanation import Piece, Row, Side, plain_name, rows, us_
 from cnnexp.measuring.roofline import roofs
 
 logging.getLogger("matplotlib.font_manager").setLevel(logging.ERROR)  # else it reports every font that its cache lacks
+warnings.filterwarnings("ignore", r"Glyph \d+ .* missing from font")  # a class's name of letters that no font here has
 
 DPI = 100
 SMALLEST_SHARE = 0.002  # of the wall time, for an entry of a ledger to have a bar of its own

@@ -282,7 +282,7 @@ class Run(Record, Observer, contextlib.AbstractContextManager["Run"]):
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         status = "SKIPPED" if self._skipped else _status(error)
         if error is not None:
-            self.tags["error"] = first_line(error)
+            self.tags["error"] = f"exit code {error}" if isinstance(error, SystemExit) else first_line(error)
         if isinstance(error, Diverged):
             self.tags["diverged"] = "true"
         with self._locks, self._journal:

@@ -63,7 +63,7 @@ def summary(epochs: Sequence[EpochResult], contended: bool = False, target: floa
     best = max(epochs, key=lambda result: result.held_out.accuracy)
     metrics = {
         "time/median_epoch_s": statistics.median(result.epoch_s for result in epochs),
-        "throughput/median_images_per_s": statistics.median(result.images_per_s for result in epochs),
+        "throughput/median_images_per_s": 1 / statistics.median(1 / result.images_per_s for result in epochs),
         "final/test_accuracy": epochs[-1].test.accuracy,
         "best/test_accuracy": best.test.accuracy,
     }

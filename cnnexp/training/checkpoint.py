@@ -205,7 +205,8 @@ def find(where: Path, given: str | None = None) -> Path:
         reason = "holds no checkpoint (epoch-*.ckpt)" if where.is_dir() else "no such file or folder"
     except (OSError, ValueError) as error:  # a name that is too long, or holds a zero byte
         reason = getattr(error, "strerror", None) or str(error)
-    raise CheckpointError(f"{given}: {reason}; give a run's folder or a checkpoint file")
+    fits = "give a run's folder, a checkpoint file, latest, best, or 4 digits or more of its id"
+    raise CheckpointError(f"{given}: {reason}; {fits}")
 
 
 def holds_checkpoints(folder: Path) -> bool:

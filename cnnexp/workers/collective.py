@@ -17,7 +17,7 @@ class Collective(Protocol):
     host_rank: int  # 0 .. host_size - 1 among those
 
     def all_reduce(self, buffer: np.ndarray) -> None:
-        """Replace `buffer` (float32, one axis) by its sum over the workers, the same bits on every worker."""
+        """Replace `buffer` (float32 or 64, one axis) by its sum over the workers, the same bits on every worker."""
 
     def all_gather(self, part: np.ndarray, sizes: Sequence[int]) -> np.ndarray:
         """Return the workers' parts (float32, one axis, `sizes[rank]` long) one after another, on every worker."""

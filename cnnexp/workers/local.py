@@ -99,7 +99,7 @@ class LocalCollective:
         step = SLOT_BYTES // buffer.itemsize
         for start in range(0, len(buffer), step):
             part = buffer[start : start + step]
-            slots, result = self._next(self._floats, len(part))
+            slots, result = self._next(self._bytes.view(buffer.dtype), len(part))
             slots[self.rank] = part
             self.barrier()
             mine = share(len(part), self.size, self.rank)

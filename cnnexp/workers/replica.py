@@ -194,7 +194,7 @@ class ParameterReplica(Replica):
             if epoch_over:
                 self._begin_epoch()
         totals += self._train_alone(split, waiting)
-        message = np.array([totals.loss, totals.correct, totals.count], np.float32)
+        message = np.array([totals.loss, totals.correct, totals.count])
         self.collective.all_reduce(message)
         return _totals(message)
 

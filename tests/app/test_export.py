@@ -46,7 +46,7 @@ def test_without_the_extra_one_line_says_what_installs_it(tmp_path, monkeypatch,
     monkeypatch.setitem(sys.modules, missing, None)
     monkeypatch.delitem(sys.modules, "cnnexp.tracking.graph", raising=False)
     monkeypatch.delattr(tracking, "graph", raising=False)
-    said = r"export: ONNX cannot be imported .*; pip install '\.\[onnx\]'"
+    said = r"export: ONNX cannot be imported .*; \S*pip install -e '\.\[onnx\]'"
     raises(BackendUnavailable, said, export.command, [str(saved(tmp_path)[0])])
 
 

@@ -67,7 +67,7 @@ def test_a_run_that_goes_on_now_says_so_and_one_without_a_store_is_named_by_its_
     ("last=many", "runs last=many: must be a whole number >= 1"),
     ("sort=spedup", "runs sort=spedup: legal: ended, .*; did you mean 'speedup'"),
     ("bakend=cpu", "runs bakend=cpu: legal: last, sort, status, or a key of the config; did you mean 'backend'"),
-    ("cpu", "runs cpu=: legal: last, sort, status"),
+    ("cpu", "runs cpu: legal: last, sort, status"),
 )
 def test_a_word_that_it_does_not_know_is_one_line(outputs, word, message):
     raises(ConfigError, message, listing.command, [word])

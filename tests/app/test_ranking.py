@@ -6,9 +6,9 @@ FAST, SLOW = (5.0, 5.1, 5.2, 4.9, 5.3, 4.8), (2.0, 2.1, 1.9, 2.2, 2.05, 1.95)
 LIKE_SLOW = (2.01, 2.11, 1.91, 2.19, 2.04, 1.96)
 
 
-def row(job, backend, seed="0", status="FINISHED", contended=False, disturbed=False):
+def row(job, backend, seed="0", status="FINISHED", contended=False, disturbed=False, **metrics):
     run = {"job": job, "name": f"job {job}", "status": status, "contended": contended, "disturbed": disturbed}
-    return run | {"fallback": None, "backend": backend, "trainer.seed": seed, "final/test_accuracy": 0.9}
+    return run | {"fallback": None, "backend": backend, "trainer.seed": seed, "final/test_accuracy": 0.9, **metrics}
 
 
 def epochs(*speedups):
@@ -53,6 +53,13 @@ def test_too_few_epochs_tell_nothing_apart_and_without_a_baseline_speed_ranks():
     assert [place.label for place in places] == ["b", "a"]
     assert told["   1."] == "b: 20,000 images/s (one epoch)"
     assert "speedup/best" not in ranking.metrics("throughput/images_per_s", places)
+
+
+def test_a_job_that_was_skipped_is_ranked_by_the_median_that_its_run_had():
+    rows = [row("0", "a", status="SKIPPED", **{"speedup/median": 3.0}), row("1", "b"), row("2", "c", status="SKIPPED")]
+    told, places = verdict(rows, {"0": [], "1": epochs(2.0, 2.0), "2": []})
+    assert [place.label for place in places] == ["a", "b"]
+    assert told["   1."] == "a: 3 x (as recorded before)"
 
 
 def test_what_failed_or_was_contended_has_no_place_and_what_was_disturbed_is_named():

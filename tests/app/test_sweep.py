@@ -1,6 +1,7 @@
 import contextlib
 import csv
 import io
+import math
 import os
 import re
 import sqlite3
@@ -219,3 +220,11 @@ def test_a_parallel_launcher_that_lost_a_process_is_told_in_a_line(monkeypatch, 
     first, second = capsys.readouterr().err.splitlines()
     assert first == "cnnexp: error: job in folder 1 (model.filters=2): the process died"
     assert second.startswith("  a process of hydra/launcher died")
+
+
+def test_a_plugin_that_exits_fails_its_job_alone(monkeypatch, tmp_path):
+    monkeypatch.setattr(hydra_app, "_failures", failures := [])
+    monkeypatch.setattr(hydra_app, "_folder", lambda: tmp_path)
+    monkeypatch.setattr(hydra_app, "run", lambda composed: sys.exit(3))
+    assert math.isnan(hydra_app.job(None))
+    assert str(failures[0]).startswith("unexpected SystemExit: 3; its traceback is in ")

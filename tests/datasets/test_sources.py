@@ -181,12 +181,17 @@ def test_images_of_other_modes(tmp_path, mode):
     assert (images == 255).all(axis=(1, 2, 3)).sum() == 1
 
 
-def test_images_of_different_sizes_ask_for_one(tmp_path):
+def test_images_of_different_sizes_ask_for_one(tmp_path, monkeypatch):
     root = write_pictures(tmp_path)
     Image.new("RGB", (5, 5)).save(tmp_path / "red" / "big.png")
     said = r"is 5 x 5 pixels and .* 4 x 6; .*dataset\.height=\.\.\. dataset\.width"
     refused(Images(root=root, test_fraction=0.01), said)
     assert Images(root=root, height=4, width=4).load().input_shape == (4, 4, 3)
+    with pytest.raises(ConfigError, match="height=65536: must be"):
+        Images(root=root, height=65536)
+    monkeypatch.setattr(memory, "available", lambda: (2**31, "ulimit -v"))
+    with pytest.raises(OutOfMemory, match=r"lower dataset\.height"):
+        Images(root=root, height=65535, width=65535).load()
 
 
 def test_damaged_images_and_ones_too_large(tmp_path, monkeypatch):

@@ -20,7 +20,21 @@ from networks import NETWORKS, cases
 from tables import each
 from torch_modules import NAMES, channels_last, torch_modules
 
-from cnnexp import GELU, SGD, BatchNorm2d, Conv2d, GlobalAvgPool, Loss, MaxPool2d, Network, ReLU, Residual, backend
+from cnnexp import (
+    GELU,
+    SGD,
+    BatchNorm2d,
+    Conv2d,
+    Flatten,
+    GlobalAvgPool,
+    Linear,
+    Loss,
+    MaxPool2d,
+    Network,
+    ReLU,
+    Residual,
+    backend,
+)
 from cnnexp.app import explain, export, predict
 from cnnexp.errors import BackendUnavailable, CnnexpError, DataError, NetworkError
 from cnnexp.network.models import MODELS, Onnx
@@ -77,6 +91,21 @@ def test_what_export_wrote_is_the_oracles_in_onnxruntime_and_read_back(tmp_path,
     np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-5)
     kept = {entry.key: entry.value for entry in onnx.load(path).metadata_props}
     assert json.loads(kept["classes"])[0] == "class 0"
+
+
+@pytest.mark.parametrize(
+    ("shape", "layers"),
+    [
+        ((5, 5, 4), (GlobalAvgPool(), GELU(), Residual((Linear(4),)), Linear(3))),
+        ((1, 8, 4), (Residual((Conv2d(6, 3, 2, "same"),), "padded"), Flatten(), Linear(2))),
+    ],
+)
+def test_a_shortcut_is_read_back(tmp_path, shape, layers):
+    case = make_case(Network(shape, layers))
+    wanted = check_exported(tmp_path / "net.onnx", case)
+    found, read = probabilities(Onnx(str(tmp_path / "net.onnx"), pretrained=True), case.images, wanted.shape[1])
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-5)
+    assert read == layers
 
 
 @settings(max_examples=75, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
@@ -207,6 +236,10 @@ def node(operator, inputs, output, **attributes):
 HEAD = (node("Flatten", "a", "b"), node("MatMul", "b w", "c"), node("Add", "c v", "y"))
 CONV = [tensor("k", 2, 1, 3, 3), tensor("w", 72, 3), tensor("v", 3)]
 PAD = whole("p", 0, 0, 1, 1, 0, 0, 1, 1)
+GELU_OF_G = (
+    *(node("Div", "g r", "d"), node("Erf", "d", "e"), node("Add", "e o", "f"), node("Mul", "g f", "h")),
+    node("Mul", "h half", "i"),
+)
 HALVES = [numpy_helper.from_array(np.float32(value), name) for name, value in (("r", 2**0.5), ("o", 1), ("half", 0.5))]
 ENDS = whole("zero", 0), whole("one", 1), whole("area", 36), whole("minus", -1)
 TO_ROWS, BACK = node("Transpose", "x", "t", perm=[0, 3, 1, 2]), node("Transpose", "q", "a", perm=[0, 2, 3, 1])
@@ -307,6 +340,18 @@ UNKNOWN = {
     "approximate": ([node("Gelu", "x", "a", approximate="tanh"), *HEAD], [], "approximate=tanh"),
     "mean_of_channels": ([node("ReduceMean", "x", "a", axes=[1]), *HEAD], [], "a mean over axes [1]"),
     "order": ([node("Conv", "x k", "a"), node("Flatten", "a", "y")], [], "stand in the order of an image"),
+    "pad_before_gelu": ([node("Pad", "x p", "g"), *GELU_OF_G, node("Conv", "i k", "a"), *HEAD], [PAD, *HALVES], "follows a Pad"),
+    "scale_after_pad": (
+        [node("Conv", "x k", "q"), node("Pad", "q p", "r"), node("Mul", "r f", "s"), node("Conv", "s k2", "a"), *HEAD],
+        [PAD, tensor("f", 2, 1, 1), tensor("k2", 2, 2, 3, 3)],
+        "or with a vector",
+    ),
+    "priors": (
+        [node("Flatten", "x", "b"), node("MatMul", "b w", "c"), node("Softmax", "c", "s"), node("Mul", "s f", "y")],
+        [tensor("w", 64, 3), tensor("f", 1, 3)],
+        "or with a vector",
+    ),
+    "rounds": ([node("Cast", "x", "q", to=6), node("Cast", "q", "a", to=1), *HEAD], [], "'the_q' (Cast): rounds; what fits: float types"),
     "pad_alone": ([node("Pad", "x p", "a"), *HEAD], [PAD], "follows a Pad"),
     "unnormalized_pad": ([node("Pad", "x p", "q"), node("MaxPool", "q", "a", kernel_shape=[2, 2]), *HEAD], [PAD], "follows a Pad of 0.0"),
 }  # fmt: skip
@@ -415,7 +460,7 @@ def test_external_data_lie_beside_the_model_or_are_refused(tmp_path, kind):
 def test_without_the_package_one_line_names_the_extra(tmp_path, monkeypatch):
     path = saved(tmp_path, [node("Conv", "x k", "a"), *HEAD], CONV)
     monkeypatch.setitem(sys.modules, "onnx", None)
-    said = r"model.path=.*: ONNX cannot be imported .*; pip install '\.\[onnx\]'"
+    said = r"model.path=.*: ONNX cannot be imported .*; \S*pip install -e '\.\[onnx\]'"
     raises(BackendUnavailable, said, Onnx(str(path)).network, GRAY, 3)
 
 

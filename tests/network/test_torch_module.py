@@ -10,7 +10,7 @@ from commands import often, raises
 from tables import each
 from torch_modules import NAMES, channels_last, torch_modules
 
-from cnnexp import SGD, Dropout, Residual, backend, from_torch, to_torch
+from cnnexp import SGD, Dropout, Flatten, Linear, ReLU, Residual, backend, from_torch, to_torch
 from cnnexp.errors import BackendUnavailable, NetworkError
 
 torch = pytest.importorskip("torch", reason="no torch is installed")
@@ -74,7 +74,23 @@ class Branches(nn.Module):
         return x if x.sum() > 0 else -x
 
 
+class Does(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x):
+        return self.function(x)
+
+
+def change_a_view(x):
+    nn.functional.relu_(x.view(x.shape))
+    return x
+
+
 @each(
+    (Does(change_a_view), r"node 'relu_' \(aten.relu_.default\) changes in place what another layer reads"),
+    (Does(lambda x: torch.div(x, 2, rounding_mode="floor")), r"\(aten.div.Tensor_mode\): unknown operator"),
     (Shared(), r"conv.weight is of several layers; each must have its own weights"),
     (Branches(), r"torch.export cannot trace the module on torch.Size\(\[1, 2, 4, 4\]\): "),
     (nn.Conv2d(2, 4, 2, dilation=(1, 2)), r"\(Conv\): dilations=\[1, 2\]; what fits: equal dil"),
@@ -87,6 +103,11 @@ class Branches(nn.Module):
 )
 def test_what_no_layer_does_is_one_line_that_names_it(module, message):
     raises(NetworkError, f"^from_torch: .*{message}", from_torch, nn.Sequential(module), (2, 4, 4))
+
+
+def test_what_is_changed_in_place_and_read_by_one_name_is_a_layer():
+    module = nn.Sequential(nn.Flatten(), nn.ReLU(inplace=True), nn.Linear(8, 4), nn.ReLU(inplace=True), nn.Linear(4, 3))
+    assert from_torch(module, (2, 2, 2)).layers == (Flatten(), ReLU(), Linear(4), ReLU(), Linear(3))
 
 
 @pytest.mark.parametrize("operator", [torch.mul, torch.sub, torch.add])

@@ -47,7 +47,7 @@ def test_ui_refuses_what_it_does_not_know(argument):
 
 def test_without_mlflows_pages_one_line_says_what_installs_them(store, monkeypatch):
     monkeypatch.setattr(metadata, "distributions", lambda **_: [])
-    with pytest.raises(BackendUnavailable, match=r"ui: MLflow's pages are not installed; pip install '\.\[ui\]'"):
+    with pytest.raises(BackendUnavailable, match=r"ui: MLflow's pages are not installed; \S*pip install -e '\.\[ui\]'"):
         browser.command([f"tracking.uri={store._uri}"])
 
 

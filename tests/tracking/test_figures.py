@@ -1,4 +1,6 @@
 import itertools
+import subprocess
+import sys
 
 import numpy as np
 from canvas import cut_off
@@ -140,6 +142,11 @@ def test_a_long_name_keeps_both_its_ends():
     assert figures.short("a" * 50 + "b" * 50, 20) == "aaaaaaa...bbbbbbbbbb"
     assert figures.short("as it is") == "as it is"
     assert figures.short("$5 or $6") == r"\$5 or \$6"
+
+
+def test_letters_that_no_font_here_has_are_no_warning():
+    code = "from cnnexp.tracking.figures import Figure; f = Figure(); f.suptitle('\u732b'); f._repr_png_()"
+    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True)
 
 
 def test_numbers_on_the_roofline_lie_over_nothing():

@@ -22,9 +22,10 @@ from cnnexp.workers.replica import divide_threads
 
 @pytest.mark.parametrize("size", [2, 3, 5])
 @pytest.mark.parametrize("count", [0, 1, 7, SLOT_BYTES // 4 + 3])
-def test_exchanges_give_every_worker_the_same(size, count):
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_exchanges_give_every_worker_the_same(size, count, dtype):
     rng = np.random.default_rng(0)
-    parts = [rng.standard_normal(count).astype(np.float32) for _ in range(size)]
+    parts = [rng.standard_normal(count).astype(dtype) for _ in range(size)]
     total = parts[0].copy()
     for part in parts[1:]:
         total += part  # in the order of the ranks: the same bits
@@ -33,7 +34,7 @@ def test_exchanges_give_every_worker_the_same(size, count):
         collective.barrier()
         buffer = parts[collective.rank].copy()
         collective.all_reduce(buffer)
-        uneven = parts[collective.rank][: count // (collective.rank + 1)]
+        uneven = parts[collective.rank].astype(np.float32)[: count // (collective.rank + 1)]
         gathered = collective.all_gather(uneven, [count // (rank + 1) for rank in range(size)])
         told = parts[collective.rank].astype(np.float64).reshape(-1, 1)
         collective.broadcast(told)
@@ -41,7 +42,8 @@ def test_exchanges_give_every_worker_the_same(size, count):
 
     for buffer, gathered, told in on_threads(size, work):
         np.testing.assert_array_equal(buffer, total)
-        np.testing.assert_array_equal(gathered, np.concatenate([p[: count // (r + 1)] for r, p in enumerate(parts)]))
+        wanted = np.concatenate([part[: count // (rank + 1)] for rank, part in enumerate(parts)])
+        np.testing.assert_array_equal(gathered, wanted.astype(np.float32))
         np.testing.assert_array_equal(told, parts[0].astype(np.float64).reshape(-1, 1))
 
 

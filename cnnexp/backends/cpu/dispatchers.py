@@ -1,7 +1,5 @@
 """Numba's dispatchers, compiled once and kept by `cache`."""
 
-from __future__ import annotations
-
 import pickle
 from collections.abc import Callable
 

@@ -7,8 +7,6 @@ number of threads nor on which of them took a task.
 Arguments are those of `protocol.Ops`, with a window as its numbers and an empty array where Ops has None.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 import types

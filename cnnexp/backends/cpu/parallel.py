@@ -1,7 +1,5 @@
 """`cpu-parallel`: the loops of `cpu`, with the images of a batch shared among threads."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 import os

@@ -4,8 +4,6 @@ The maximum of each pooling window is searched again in the backward pass, and t
 made image by image, then summed (sections 4.2, 5.2 and 6). `cpu-published-argmax` has the second alone, `cpu` neither.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from cnnexp.backends.cpu.sequential import Cpu, CpuOps

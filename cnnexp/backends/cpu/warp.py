@@ -3,8 +3,6 @@
 No sum is reordered and no multiply-add fused here, so that a CPU with other instructions makes the same images.
 """
 
-from __future__ import annotations
-
 import functools
 
 import numba

@@ -1,7 +1,5 @@
 """What every GPU backend is, and the program of the layerwise ones."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial

@@ -5,8 +5,6 @@ types are compared with the signature, and what Numba's code expects of an array
 Launches that come again and again are captured in a graph.
 """
 
-from __future__ import annotations
-
 import hashlib
 import re
 import sys

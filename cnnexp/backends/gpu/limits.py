@@ -1,7 +1,5 @@
 """What the GPU itself can do: multiply-adds in registers, and bytes through its memory."""
 
-from __future__ import annotations
-
 import timeit
 from collections.abc import Callable
 from typing import Any

@@ -3,8 +3,6 @@
 `NaiveOps` is also what the other layerwise GPU backends start from: they override its convolutions alone.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar

@@ -5,8 +5,6 @@ input of the convolutions alone, `gpu-shared` their filters too. A convolution's
 the input convolves dy with the flipped filters, that of the weights convolves the input with dy.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 

@@ -5,8 +5,6 @@ and copied into a window on the GPU. Batches and kernels are those of a data set
 bit for bit. A copy and the work on what it brings take turns; they do not overlap.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any

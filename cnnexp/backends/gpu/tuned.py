@@ -4,8 +4,6 @@ Each convolution of a network is timed with a few tiles, on random data at the b
 the cache folder, by GPU and shape, so that the search is paid once. No choice changes the order of a sum, nor so a bit.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """What the programs of both frameworks share: the contract's borders, around operations that are their own."""
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections.abc import Callable, Sequence

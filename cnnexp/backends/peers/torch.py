@@ -4,8 +4,6 @@ Operations, autograd and optimizers are PyTorch's own. Only the borders are ours
 flat buffer, images are (N,C,H,W) views of channels-last memory, which PyTorch's convolutions take as they are.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from functools import cache, partial

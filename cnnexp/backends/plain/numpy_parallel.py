@@ -3,8 +3,6 @@
 NumPy lets go of the interpreter's lock while it works on large arrays, so threads of one process do.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor

@@ -4,8 +4,6 @@ Layers read nested lists and compute in Python's floats; results are rounded to 
 seeing how slow that is, and for reading: nothing here is clever.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

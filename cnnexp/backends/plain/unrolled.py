@@ -1,7 +1,5 @@
 """`unrolled`: a convolution as one matrix product over unrolled windows, im2col (Chellapilla et al. 2006, garg)."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -7,8 +7,6 @@ Three rooms, each of which uses those before it. `compiler/`: vectors, LLVM and 
 `lowering` (from them to kernels).
 """
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """`gpu-fused`: a whole training step in a handful of kernels, many steps in one CUDA graph."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import dataclass, field
 from typing import ClassVar

@@ -1,7 +1,5 @@
 """Which layers of a network go into which node, and what each node is of a training step."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

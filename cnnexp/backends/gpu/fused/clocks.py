@@ -5,8 +5,6 @@ a part. It takes about as long as a launch does, so one step of `EVERY` has them
 say what one costs, which is taken off every part.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

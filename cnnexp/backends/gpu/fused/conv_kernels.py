@@ -5,8 +5,6 @@ where it came from, `argmax` = row * S + column of the window, or S * S where Re
 through that one place alone (castanheira, section 2.2.2).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cache
 from typing import Any

@@ -6,8 +6,6 @@ arena; `update` adds them up in a fixed order and takes the step. Every partial 
 where a short batch has no image for it. The layers' kernels are in the modules beside this one.
 """
 
-from __future__ import annotations
-
 from functools import cache
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The last linear layer with softmax, loss and their gradients, in one kernel."""
 
-from __future__ import annotations
-
 import math
 from functools import cache
 

@@ -4,8 +4,6 @@ A node reads the outputs of the node before it and writes its own; backward it r
 that of the outputs of the node before it, and leaves partial gradients of its parameters in the arena.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace

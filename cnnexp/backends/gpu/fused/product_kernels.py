@@ -11,8 +11,6 @@ of images of one pixel. A block loads `STEP` of the depth of both operands while
 it has staged in shared memory; a thread keeps its sums in registers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache

@@ -1,7 +1,5 @@
 """The program of `gpu-fused`: the data set stays on the device, a call to `train` launches graphs of many steps."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """Kernels of convolution by one thread per output element, from global memory (castanheira section 3; chavan)."""
 
-from __future__ import annotations
-
 from functools import cache
 
 from numba import cuda

@@ -7,8 +7,6 @@ loop, a float64 literal makes the GPU compute in double. Numba types the sum of 
 sum of two offsets is made where the second is a constant once loops are unrolled: it becomes part of the address.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cache
 from typing import Any

@@ -3,8 +3,6 @@
 Sums over images and products of matrices are in `sums`.
 """
 
-from __future__ import annotations
-
 import math
 from functools import cache
 from typing import Any

@@ -3,8 +3,6 @@
 A slice's squares are about its own mean, and put together by Chan, Golub and LeVeque (1983): nothing large cancels.
 """
 
-from __future__ import annotations
-
 import math
 from functools import cache
 

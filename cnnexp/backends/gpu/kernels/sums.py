@@ -4,8 +4,6 @@ A sum is formed in two stages, in a fixed order: first per slice of what is adde
 many slices as give each multiprocessor some blocks. No atomic addition, so two runs give the same bits.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cache
 from typing import Any

@@ -6,8 +6,6 @@ L2, fewer from beyond. A kernel takes the cycles of what it needs most of. The p
 program computes depends on them but through the algorithm that was picked, and that follows from shapes alone.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

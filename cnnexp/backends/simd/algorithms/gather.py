@@ -1,7 +1,5 @@
 """The images of a batch, picked by an order, into the arena."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 

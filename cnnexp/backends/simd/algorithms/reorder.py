@@ -1,7 +1,5 @@
 """`reorder`: a change of layout between two algorithms, by transposing blocks of lanes x lanes."""
 
-from __future__ import annotations
-
 import math
 
 from llvmlite import ir

@@ -1,7 +1,5 @@
 """The optimizer in one pass over the parameters: the very rule of `cnnexp.optimizers`, traced: see `trace`."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterator
 

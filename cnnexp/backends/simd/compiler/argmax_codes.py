@@ -8,8 +8,6 @@ The bits are two signs: of the difference of each pair's maxima, and of the two 
 bytes, all signs of two vectors leave in one instruction, and one shift by lanes brings a vector's back.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from llvmlite import ir

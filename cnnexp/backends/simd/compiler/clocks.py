@@ -5,8 +5,6 @@ passed since the last one to a part, so the parts add up to the whole step and n
 an instruction of some 20 cycles, a load and two stores, once per kernel and tile of images.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

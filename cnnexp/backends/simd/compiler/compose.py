@@ -4,8 +4,6 @@ Numba optimizes a function three times, and compiles what calls it anew. So kern
 library, and Numba sees a weak function of the same name for each: `native.MachineCode.linked` puts them in its place.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What `step` compiles and `program` calls: the modes and the arguments of one compiled function."""
 
-from __future__ import annotations
-
 from typing import Annotated, NamedTuple, get_type_hints
 
 import numpy as np

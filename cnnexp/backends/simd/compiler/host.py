@@ -1,7 +1,5 @@
 """What the CPU that Numba compiles for can do."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import os

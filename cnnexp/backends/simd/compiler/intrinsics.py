@@ -5,8 +5,6 @@ exception says so. So kernels ask what the target has, and emit plain instructio
 `experimental` intrinsics have no place here: whether a version expands them on a CPU without the instruction is luck.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from llvmlite import ir

@@ -4,8 +4,6 @@ Nothing is asked of them but what LLVM writes in its large code model: every add
 bytes. Whatever else one holds, it is for LLVM to link.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import mmap

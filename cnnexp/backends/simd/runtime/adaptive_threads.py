@@ -4,8 +4,6 @@ A thread that has lost its core is waited for at every step until it has it agai
 machine a step of 30 us may take five times as long on two threads as on one. Its bits are the same with any number.
 """
 
-from __future__ import annotations
-
 CALL_S = 0.2
 """Seconds that one call of the compiled function takes, about: as long may work go on after a Ctrl-C."""
 

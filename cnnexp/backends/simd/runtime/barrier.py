@@ -1,7 +1,5 @@
 """The barrier: where the threads of a step wait for each other."""
 
-from __future__ import annotations
-
 import os
 
 import numpy as np

@@ -4,8 +4,6 @@ Only a program that is not in the cache comes here, so a warm start pays nothing
 the cache keeps and hands them back: nothing is compiled twice, even without a cache, and only the child needs Numba.
 """
 
-from __future__ import annotations
-
 import gc
 import pickle
 

@@ -5,8 +5,6 @@ first thread. Each takes the next part while there is one, the caller until all 
 then on, nobody waits for who does not come, and scores do not depend on who came.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """The program: NumPy's layouts outside, this backend's inside, and the threads between."""
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import math

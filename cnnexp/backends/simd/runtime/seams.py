@@ -6,8 +6,6 @@ all of them in the same order. So the result does not depend on which thread did
 nobody meets, a share's first tile stands for all of them: see `together`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import numpy as np

@@ -6,8 +6,6 @@ shares, added in their order. So the result depends on the number of shares alon
 many threads do them: a thread each, or one thread all in turn. Where a batch is one image, all do parts of its kernels.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math

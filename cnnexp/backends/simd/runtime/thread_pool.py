@@ -1,7 +1,5 @@
 """Threads that do one task together, and stay whole when the caller is interrupted."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue

@@ -9,8 +9,6 @@ Events are listed by filter, so that the loop over them meets no branch, and wei
 registers while the events of a filter go by. Neighbours in a list are none in space: no load waits for a store.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager

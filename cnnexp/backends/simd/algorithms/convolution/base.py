@@ -1,7 +1,5 @@
 """What all convolutions have in common."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Sequence

@@ -11,8 +11,6 @@ Gain: MobileNet (`model=mobilenet`, 32 x 32, batch 16, two threads) trains 1,837
 after the other, Zen 3, AVX2), which takes one filter at a time, as no two see the same.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math

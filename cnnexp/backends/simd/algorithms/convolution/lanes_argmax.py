@@ -6,8 +6,6 @@ images: the input to rows; the events of every image and filter, in lists; the e
 Gain: few channels before a max-pool. For the second convolution of `two_conv_pool4` 21,522 cycles, 25,330 by `lanes`.
 """
 
-from __future__ import annotations
-
 import math
 
 from llvmlite import ir

@@ -3,8 +3,6 @@
 Gain: many channels before a max-pool. The second one of Keras's MNIST convnet takes 508,511 cycles for 633,138.
 """
 
-from __future__ import annotations
-
 from cnnexp.backends.simd.algorithms.convolution.channels_argmax import ChannelsArgmax
 from cnnexp.backends.simd.algorithms.convolution.winograd import Winograd
 

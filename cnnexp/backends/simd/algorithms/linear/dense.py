@@ -1,7 +1,5 @@
 """What both linear algorithms have in common."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Self

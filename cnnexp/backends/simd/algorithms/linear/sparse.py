@@ -4,8 +4,6 @@ What they would add to a sum is 0, by any finite weight, so it has the same bits
 Gain: on MNIST the MLP with GELU takes 0.9 of the time at 128, 784-30-10 by 50 0.85; 1.1 where no pixel is ever 0.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 
 from llvmlite import ir

@@ -7,8 +7,6 @@ It is the one algorithm for more outputs than `skinny` has. A convolution whose 
 nothing but rows after it, is such a layer, too: LeNet-5 as published has one, and takes a third less time by it.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 
