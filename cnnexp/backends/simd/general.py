@@ -28,7 +28,7 @@ from cnnexp.network import DropoutStage, NormStage, ResidualStage, Stage
 CALLED = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 5)
 """What compiled code calls: whether backward, images, and the addresses of arena, parameters and gradients."""
 
-CALL_CYCLES, CYCLES = 200_000, 20
+NUMPY_CYCLES, CYCLES = 200_000, 20
 """Cycles of a call of Python's, and for each number and multiply-add: so that anything else is chosen first."""
 
 
@@ -56,7 +56,7 @@ class General(Node[NC, NC]):
 
     def work(self, target: Target, images: int, needs_dx: bool) -> dict[str, Work]:
         numbers = self.macs + math.prod(self.stages[0].input_shape) + math.prod(self.shape)
-        forward = Work(self.macs, CYCLES * numbers + CALL_CYCLES / images)
+        forward = Work(self.macs, CYCLES * numbers + NUMPY_CYCLES / images)
         return {"forward": forward, "backward": Work(2.0 * self.macs, 2 * forward.cycles)}
 
     def prepare(self, plan: Layout) -> None:

@@ -83,7 +83,7 @@ class Forward(NamedTuple):
     arenas: Buffers
 
 
-COUNT, IMAGES, ARE_BYTES, SCORES, PROBABILITIES, SPINS = range(6)
+COUNT, IMAGES, ARE_BYTES, SCORES, PROBABILITIES, TURNS = range(6)
 """Places in a job: how many images, their address, whether they are bytes, the scores' address, whether to make
 probabilities of them, how many turns to wait for the next job. With 0 images kernels only prepare new parameters."""
 

@@ -16,7 +16,7 @@ from numba.core.dispatcher import Dispatcher
 from cnnexp.backends.simd.compiler import entry
 from cnnexp.backends.simd.compiler.compose import compose, emitted
 from cnnexp.backends.simd.compiler.emit import BYTE, FLOAT, Emitter, Kernel
-from cnnexp.backends.simd.compiler.entry import DONE, HERE, SPINS, TICKETS, Forward
+from cnnexp.backends.simd.compiler.entry import DONE, HERE, TICKETS, TURNS, Forward
 from cnnexp.backends.simd.compiler.trace import exp
 from cnnexp.backends.simd.layouts import NC
 from cnnexp.backends.simd.lowering import Plan
@@ -98,7 +98,7 @@ def make_forward(plan: Plan, key: str, library: ir.Module) -> Dispatcher:
         if call.rank:
             # help until nothing has come for a while
             spins = 0
-            while spins < job[SPINS]:
+            while spins < job[TURNS]:
                 spins += 1
                 if take(call):
                     spins = 0

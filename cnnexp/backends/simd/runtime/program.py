@@ -322,7 +322,7 @@ class ForwardProgram(Program[np.ndarray]):
         threads = min(self._threads, max(-(-count // self._tile), self._most))
         with self._lock:
             follows = time.perf_counter() - self._ended < SOON_S
-            job[entry.COUNT], job[entry.PROBABILITIES], job[entry.SPINS] = count, probabilities, SPINS[not follows]
+            job[entry.COUNT], job[entry.PROBABILITIES], job[entry.TURNS] = count, probabilities, SPINS[not follows]
             job[entry.IMAGES], job[entry.ARE_BYTES] = address_of(images), images.dtype == np.uint8
             job[entry.SCORES] = address_of(scores)
             if count * self._cycles > 2 * (self._part_cycles if follows else WAKING_CYCLES):
