@@ -139,9 +139,8 @@ class Settings:
     sweep: Sweep = Sweep()
 
     def __post_init__(self) -> None:
-        alone = [*self.trainer.steps, *(["pass_s"] if self.trainer.pass_s else [])]
-        if alone and getattr(self.workers, "sync", "") == "parameters":
-            keys = ", ".join(f"trainer.{key}" for key in alone)
+        if self.trainer.steps and getattr(self.workers, "sync", "") == "parameters":
+            keys = ", ".join(f"trainer.{key}" for key in self.trainer.steps)
             raise ConfigError(f"workers.sync=parameters: takes no {keys}, its workers take steps alone; use gradients")
 
     def loss(self, dataset: Dataset) -> Loss:

@@ -164,7 +164,7 @@ class ParameterReplica(Replica):
 
     Each step of a worker is on its share of a batch, so plain SGD averaged after every batch is one worker's SGD.
     Optimizer slots are averaged with the parameters, so that the state after an epoch is one state; a worker counts by
-    the images it has trained since the last average. Between averages `state` and `predict` are each worker's own.
+    the images it has trained since the last average. Between averages `state` is each worker's own.
     """
 
     def __init__(self, spec: Spec, collective: Collective) -> None:
@@ -176,6 +176,13 @@ class ParameterReplica(Replica):
     def restore(self, state: State) -> None:
         self.program.restore(state)
         self._begin_epoch()
+
+    def predict(self, handle: int) -> np.ndarray:
+        """As `Program.predict`, at the end of an epoch: where `trainer.pass_s` ended it early all meet here."""
+        if self._since.any():
+            self._average()
+        self._begin_epoch()
+        return super().predict(handle)
 
     def _train(self, split: Loaded, order: np.ndarray, rates: np.ndarray) -> Totals:
         totals: Totals = NOTHING

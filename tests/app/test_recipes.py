@@ -53,7 +53,6 @@ def test_a_run_with_every_option_goes_on_to_the_same_bits_and_predicted_is_the_a
 def test_options_that_cannot_be_are_one_line(mistake):
     for words, said in {
         ("workers=local", "workers.sync=parameters"): "workers.sync=parameters: takes no trainer.clip_norm, ",
-        ("workers=local", "workers.sync=parameters", "trainer.pass_s=1"): ".* trainer.ema, trainer.pass_s, its workers",
         ("trainer.class_weights=[1,2]",): r"trainer.class_weights=\[1.0, 2.0\]: must be 10, one for each class",
     }.items():
         mistake(*RECIPE, *words, says=f"{said}.*")

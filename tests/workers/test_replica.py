@@ -242,3 +242,21 @@ def test_parameters_are_averaged_once_an_epoch_that_comes_in_parts(monkeypatch):
     assert handles == [1, 1], "the first takes a place beside the whole split, the others that one"
     assert [found for found in averaged if found in (0, (16, 0))] == [0, (16, 0), 0]
     assert averaged.count(0) == averaged.count(1) == 2
+
+
+def test_workers_meet_at_the_end_of_an_epoch_that_ends_early():
+    """What is predicted then is of the state that is recorded, and the next epoch begins with all its batches."""
+    case, data = spec(sync="parameters"), images(90)
+
+    def work(replica, handle):
+        replica.train(handle, np.arange(32), 0.5)
+        return replica.predict(handle), replica.state(), replica._seen
+
+    (scores, state, seen), *others = together(3, case, work, data)
+    for there in others:
+        assert_same_state(state, there[1])
+        np.testing.assert_array_equal(scores, there[0])
+    program = case.compile(case.batch_size)
+    program.restore(state)
+    np.testing.assert_allclose(scores, program.predict(program.load(*data)), rtol=1e-5, atol=1e-6)
+    assert seen == 0
