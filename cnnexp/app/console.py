@@ -100,7 +100,8 @@ class Display:
         cells = {"epoch": f"{result.epoch}/{self._epochs}"}
         for name, totals in (("train", result.train), ("valid.", result.validation), ("test", result.test)):
             if totals is not None:
-                cells |= {f"{name} loss": _short(totals.mean_loss, 4), f"{name} acc.": f"{totals.accuracy:.2%}"}
+                accuracy = f"{totals.accuracy:.2%}".replace("100.00", "100")  # no wider than the others
+                cells |= {f"{name} loss": _short(totals.mean_loss, 4), f"{name} acc.": accuracy}
         cells |= {"seconds": f"{result.epoch_s:.3g}", "images/s": f"{result.images_per_s:,.0f}"}
         if result.comparison:
             room = LINE - NUMBERS * len(cells)

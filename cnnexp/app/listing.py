@@ -1,5 +1,6 @@
 """`cnnexp runs`: the runs under `outputs/`, read from their journals: no store is asked, and no page is served."""
 
+import textwrap
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -22,6 +23,7 @@ COLUMNS = {
     "images/s": ("throughput/median_images_per_s", ",.0f"),
     "accuracy": ("final/test_accuracy", ".2%"),
 }
+LABELS = ("run", "ended", "name", "status")
 SORT = ("ended", *COLUMNS)
 
 
@@ -49,8 +51,15 @@ def command(arguments: Sequence[str]) -> None:
     found = sorted(found, key=lambda run: -run["ended"])[: int(last)]
     found.sort(key=lambda run: -run.get(sort, float("-inf")))
     console = make_console()
-    table = Table([Group(name) for name in COLUMNS], [_row(run) for run in found], ["ended", "run", "name", "status"])
-    console.print(as_screen(table, None, console.width) if found else "", highlight=False, markup=False)
+    rows, titles = [_row(run) for run in found], [*LABELS, *COLUMNS]
+    longest = (max(len(word) for text in column for word in text.split()) for column in zip(titles, *rows, strict=True))
+    if sum(longest) + 2 * len(titles) > console.width:  # a table would break what is to be copied
+        for run, *texts in rows:
+            told = ", ".join(f"{title} {text}" for title, text in zip(titles[1:], texts, strict=True) if text)
+            say(console, f"{run}\n{textwrap.fill(told, console.width, initial_indent='  ', subsequent_indent='  ')}")
+    else:
+        table = Table([Group(name) for name in COLUMNS], rows, LABELS)
+        console.print(as_screen(table, None, console.width) if found else "", highlight=False, markup=False)
     say(console, f"{len(found)} of {len(runs)} runs under {outputs_dir()}")
 
 
@@ -72,4 +81,4 @@ def _run(folder: Path, journal: Mapping[str, Any]) -> dict[str, Any]:
 def _row(run: Mapping[str, Any]) -> list[str]:
     numbers = [format(run[title], form) if title in run else "" for title, (_, form) in COLUMNS.items()]
     named = run["id"][:8] if run["id"] else str(run["folder"].relative_to(outputs_dir().parent))
-    return [time.strftime(TIME, time.localtime(run["ended"])), named, run["name"], run["keys"]["status"], *numbers]
+    return [named, time.strftime(TIME, time.localtime(run["ended"])), run["name"], run["keys"]["status"], *numbers]

@@ -31,14 +31,14 @@ def show(terminal, shown=True, epochs=2, results=(RESULT,), job="", baseline="cp
 
 
 def test_a_row_per_epoch_under_one_line_of_titles():
-    lines = show(False, results=[RESULT, replace(RESULT, epoch=2, epoch_s=12.5)]).splitlines()
+    lines = show(False, results=[RESULT, replace(RESULT, epoch=2, epoch_s=12.5, test=Totals(5.0, 9, 9))]).splitlines()
     assert lines[0] == "points: 8 images to train on, 4 to test on; 15 parameters; numpy on 2 threads of"
     assert lines[2:4] == [
         "        train  train   test   test                       x",
         " epoch   loss   acc.   loss   acc. seconds images/s    cpu",
     ]
     assert lines[4] == "   1/2 0.5000 80.00% 0.5000 90.00%     0.5      200   2.00"
-    assert lines[5] == "   2/2 0.5000 80.00% 0.5000 90.00%    12.5        8   2.00"
+    assert lines[5] == "   2/2 0.5000 80.00% 0.5556   100%    12.5        8   2.00"
     assert len(lines) == 6
 
 

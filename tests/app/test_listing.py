@@ -48,15 +48,25 @@ def test_the_newest_come_first_words_filter_sort_and_count_and_a_row_names_its_r
 
     listing.command(["status=FINISHED", "last=1"])
     out = capsys.readouterr().out
-    assert re.search(r"^ *\S+ \S+ +3bcdef01 +middle \[x\] +FINISHED +1 +7\.25 *$", out, re.MULTILINE)
+    assert re.search(r"^ *3bcdef01 +\S+ \S+ +middle \[x\] +FINISHED +1 +7\.25 *$", out, re.MULTILINE)
     assert out.endswith(f"1 of 3 runs under {outputs}\n")
+
+
+@pytest.mark.parametrize("width", [30, 60])
+def test_in_a_narrow_window_what_is_copied_is_whole(outputs, capsys, monkeypatch, width):
+    monkeypatch.setenv("COLUMNS", str(width))
+    listing.command(["last=1", "status=FINISHED"])
+    first, *facts, _ = capsys.readouterr().out.replace(str(outputs), "").splitlines()
+    assert first == "3bcdef01"
+    assert all(line.startswith("  ") and len(line) <= width for line in facts)
+    assert " ".join(map(str.strip, facts)).endswith("name middle [x], status FINISHED, epochs 1, speedup 7.25")
 
 
 def test_a_run_that_goes_on_now_says_so_and_one_without_a_store_is_named_by_its_folder(outputs, capsys):
     write_journal(outputs / "sweeps" / "0", {"event": "job", "name": "unsent", "overrides": [], "config": {}})
     claim = RunLock(outputs / "sweeps" / "0")
     listing.command(["status=RUNNING"])
-    assert re.search(r"outputs/sweeps/0 +unsent +RUNNING +0 *$", capsys.readouterr().out, re.MULTILINE)
+    assert re.search(r"outputs/sweeps/0 +\S+ \S+ +unsent +RUNNING +0 *$", capsys.readouterr().out, re.MULTILINE)
     claim.release()
     listing.command(["status=DIED"])
     assert "unsent" in capsys.readouterr().out
