@@ -43,7 +43,7 @@ COMMANDS = {
     ),
 }
 ELSEWHERE = {"runs": "cnnexp.app.listing", "ui": "cnnexp.tracking.browser"}
-A_RUN = "RUN is its folder, a checkpoint, its MLflow id or the first digits of it,\nlatest, or best."
+A_RUN = "RUN is its folder, a checkpoint, its MLflow id or its first digits,\nfour or more, latest, or best."
 
 
 class Terminated(KeyboardInterrupt):

@@ -303,8 +303,8 @@ class Plan:
     def _steps_of_y(self, nodes: list[Node], i: int) -> Steps | None:
         """Return the steps in which a node's output must exist, its room another's in between; None if it has its own.
 
-        Where a share is many tiles, outputs of normalizations and most sums are not kept but made again in the backward
-        pass; `_again` gets these steps here.
+        Where a share is many tiles, outputs of normalizations and half the sums or more are made again in the backward
+        pass, not kept; `_again` gets these steps here.
         """
         if i + 1 == len(nodes) or ((self._cuts or self.target.forward_only) and _reader(nodes, i).input_layout is NC):
             return None  # what rounds up a row must stay 0
