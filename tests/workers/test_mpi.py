@@ -64,6 +64,18 @@ def test_two_ranks_train_like_one_for_100_steps(tmp_path, monkeypatch):
             assert difference < 1e-5 * np.linalg.norm(state["parameters"])
 
 
+@each(
+    ("0", "worker 1 of 2 could not compile: no such device"),
+    pytest.param("1", "no such device", marks=pytest.mark.thorough),
+)
+def test_a_rank_that_cannot_compile_says_why_and_all_go_on(tmp_path, monkeypatch, fitted, said):
+    monkeypatch.setenv("FITTED", fitted)
+    process = start("tests/workers/work.py", str(tmp_path), json.dumps([["gradients", "one_conv", "sgd", "numpy"]]))
+    assert finish(process) == (f"{said}\n", "")
+    assert process.returncode == 0
+    assert (tmp_path / "gradients-one_conv-sgd-numpy.npz").exists()
+
+
 @pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.thorough)])
 def test_a_killed_rank_ends_all_and_is_named(rank):
     process = start("tests/workers/work.py")

@@ -1,6 +1,7 @@
 """What the workers of these tests train, in threads too; run by `mpiexec`, what every rank does."""
 
 import json
+import os
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -9,6 +10,7 @@ import numpy as np
 
 from cnnexp import SGD, Adam, Loss, OneConv, TwoConvMlp
 from cnnexp.backends import backend_class
+from cnnexp.errors import BackendUnavailable, CnnexpError
 from cnnexp.measuring.environment import launched_rank
 from cnnexp.training.loop import epoch_order
 from cnnexp.workers import Mpi, mpi
@@ -71,12 +73,27 @@ def on_threads(size, work):
     return [future.result() for future in futures]
 
 
+class OnOneRank(backend_class("numpy")):
+    """A backend that only the rank FITTED can compile for."""
+
+    def compile(self, *parts):
+        if launched_rank() != int(os.environ["FITTED"]):
+            raise BackendUnavailable("no such device")
+        return super().compile(*parts)
+
+
 def main(folder=None, cases="[]"):
     """`mpiexec -n 2 python work.py FOLDER CASES`: train every case and save what comes of it; without, until killed."""
     if launched_rank():
         mpi.follow()
         return
     mpi.lead()
+    if "FITTED" in os.environ:
+        network = MODELS["one_conv"].network((12, 12, 1), 10)
+        try:
+            Mpi().compile(OnOneRank(), network, Loss.SOFTMAX_CROSS_ENTROPY, OPTIMIZERS["sgd"], 16)
+        except CnnexpError as error:
+            print(error)  # noqa: T201
     for sync, model, optimizer, backend in json.loads(cases):
         program = compiled(Mpi(sync=sync), model, optimizer, backend)
         totals, state, scores = trained(program, HUNDRED_STEPS)
