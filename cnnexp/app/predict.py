@@ -84,6 +84,10 @@ def _classify_split(classifier: Classifier, dataset: Dataset) -> Iterator[str]:
         given = f"inputs of shape {dataset.input_shape} and {len(dataset.classes)} classes"
         takes = f"the model takes {classifier.input_shape} and tells {len(classifier.classes)} apart"
         raise DataError(f"dataset={dataset.name}: {given}; {takes}")
+    named = [names for names in (dataset.classes, classifier.classes) if not all(map(str.isdecimal, names))]
+    if len({tuple(names) for names in named}) == 2:
+        given, takes = (", ".join(names) for names in named)
+        raise DataError(f"dataset={dataset.name}: its classes are {given}; the model tells {takes} apart")
     probabilities = classifier.predict(dataset.test.images)
     predicted = probabilities.argmax(axis=1)
     digits, letters = len(str(len(predicted) - 1)), max(map(len, dataset.classes))

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import urllib.error
 import urllib.request
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import MagicMock
 
@@ -119,6 +120,19 @@ def test_a_data_sets_test_split_gets_an_accuracy(tmp_path, capsys):
     wrong = [str(label) for label, found in zip(test.labels, predicted, strict=True) if label != found]
     assert [line.split()[4] for line in lines if "wrong" in line] == wrong
     assert last == f"test accuracy {right / 200:.4f}, {right} of 200 images"
+
+
+def test_classes_of_other_names_are_not_compared_by_number(tmp_path, monkeypatch):
+    names = [*"abcdefghij"]
+    path, _ = saved(tmp_path, (Flatten(), Linear(10)), (28, 28, 1), classes=names)
+    said = "its classes are j, i, .*; the model tells a, b, "
+    ways = ((names, contextlib.nullcontext()), ([*"0123456789"], contextlib.nullcontext()))
+    for other, outcome in (*ways, (names[::-1], pytest.raises(DataError, match=said))):
+        data = replace(Digits(test_size=20).load(), classes=tuple(other))
+        monkeypatch.setattr(Digits, "load", lambda self, data=data: data)
+        with outcome:
+            predict.command([str(path), "dataset=digits"])
+        monkeypatch.undo()
 
 
 @each(
