@@ -8,6 +8,7 @@ from typing import BinaryIO, ClassVar
 
 import numpy as np
 
+from cnnexp.datasets import photograph
 from cnnexp.datasets.base import SEED, Dataset, Source, Split, need_images, shown
 from cnnexp.errors import DataError, refused
 from cnnexp.system.files import open_regular
@@ -16,6 +17,7 @@ from cnnexp.system.ranges import ranged
 SUFFIXES = frozenset((".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"))
 MODES_OF_8_BITS = frozenset(("1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr", "HSV", "LAB"))
 SIDE = "a whole number 1 .. 65535"  # pixels
+HELD = "test", "val", "valid", "validation"  # folders beside `train`; the first one there is tested on
 Labeled = tuple[Path, int]
 MOST_BYTES = 2**28  # of a picture's file; a larger one is no picture to train on
 
@@ -24,9 +26,10 @@ MOST_BYTES = 2**28  # of a picture's file; a larger one is no picture to train o
 class Images(Source):
     """Pictures as uint8 (N, H, W, 3), or (N, H, W, 1) where gray.
 
-    `root` holds a folder per class, named as the class; or it holds `train` and `test`, which hold these. Files of
-    other types than bmp, gif, jpeg, pgm, png, ppm, tiff and webp are left out, and so are hidden files. Order is
-    shuffled by seed, so a limit takes images of all classes. Transparency is dropped. Resizing is bilinear.
+    `root` holds a folder per class, named as the class; or it holds `train` and `test`, which hold these, and maybe
+    `val` (or `valid`, `validation`) for early stop, which is tested on where there is no `test`. Files of other types
+    than bmp, gif, jpeg, pgm, png, ppm, tiff and webp are left out, and so is what is hidden. Order is shuffled by seed,
+    so a limit takes images of all classes. What is transparent is the ground of `flatten`. Resizing is bilinear.
     """
 
     name = "images"
@@ -41,14 +44,17 @@ class Images(Source):
     def load(self) -> Dataset:
         root = self._path("root")
         classes = _folders(root)
-        if {"train", "test"} <= set(classes):
-            classes = _folders(root / "train")
-            train, test = (_list(root / name, classes) for name in ("train", "test"))
+        splits = {name.lower(): root / name for name in classes if name.lower() in ("train", *HELD)}
+        held_out = [splits[name] for name in HELD if name in splits]
+        if "train" in splits and held_out:
+            classes = _folders(splits["train"])
+            train, test, *more = (_list(folder, classes) for folder in (splits["train"], *held_out))
         else:
-            train, test = self._hold_out(_list(root, classes))
+            train, test, *more = self._hold_out(_list(root, classes))
         rng = np.random.default_rng((self.seed, 1))
-        train, test = ([files[i] for i in rng.permutation(len(files))] for files in (train, test))
+        train, test, *more = ([files[i] for i in rng.permutation(len(files))] for files in (train, test, *more))
         train, test, held = self._limited(train, test)
+        held = held or next(iter(more), None)
         read = self._read_all(train), self._read_all(test), self._read_all(held) if held else None
         return Dataset.build(self.name, *read, classes=tuple(classes), source=str(self.root))
 
@@ -84,7 +90,10 @@ class Images(Source):
         """Return a picture as uint8 (H, W, C), of the size and the channels that the fields ask for."""
         from PIL import Image
 
-        picture = Image.fromarray(read_picture(path, "L" if self.grayscale else "RGB"))
+        pixels = read_picture(path, "RGBA")
+        if pixels[:, :, 3].min() < 255:
+            pixels = np.rint(photograph.flatten(pixels)).astype(np.uint8)
+        picture = Image.fromarray(pixels).convert("L" if self.grayscale else "RGB")
         size = (self.width or picture.width, self.height or picture.height)
         if size != picture.size:
             picture = picture.resize(size, Image.Resampling.BILINEAR)
@@ -135,8 +144,8 @@ def _list(folder: Path, classes: list[str]) -> list[Labeled]:
         raise DataError(f"{shown(folder)}: class {unknown[0]!r} is not among the training classes {', '.join(classes)}")
     files = []
     for label, name in enumerate(classes):
-        paths = sorted((folder / name).glob("**/*"))
-        files += [(p, label) for p in paths if p.suffix.lower() in SUFFIXES and not p.name.startswith(".")]
+        paths = [p for p in sorted((folder / name).glob("**/*")) if p.suffix.lower() in SUFFIXES]
+        files += [(p, label) for p in paths if not any(part.startswith(".") for part in p.relative_to(folder).parts)]
         if not files or files[-1][1] != label:
             raise DataError(f"{shown(folder / name)}: holds no pictures; legal: {' '.join(sorted(SUFFIXES))}")
     return files

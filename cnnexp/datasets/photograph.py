@@ -12,6 +12,7 @@ import numpy as np
 
 SAMPLE = 2000  # images that `describe` looks at
 PLAIN = 0.6  # share of the borders' pixels that are ground, from which on it is called plain; ink may reach there
+TIGHT = 1 / 16  # of the images' side, that the place and half the size of what they show may vary
 EVEN = 0.1  # of the range of pixels, that ground may differ from itself
 INK = 0.2  # of the range of pixels, from which on a pixel is no ground
 GRID = 7  # side of the coarse image that distances are taken of
@@ -29,6 +30,8 @@ Look = Mapping[str, Any]
 def describe(images: np.ndarray, labels: np.ndarray, classes: int) -> Look | None:
     """Return what grey images, uint8 (N, H, W, 1), of one thing on a plain ground have in common, None for others.
 
+    It has about the same size and place in all of them: else these may be what tells the classes apart.
+
     `ground` (a pixel), `side` (of the box, in pixels), `by_mass` (centred by mass, or by the box), `ink` and `distance`
     (least and most of what is usual), and `centres` (of the classes, coarse, `GRID` x `GRID` each).
     """
@@ -45,14 +48,17 @@ def describe(images: np.ndarray, labels: np.ndarray, classes: int) -> Look | Non
     if not len(seen):
         return None
     (top, bottom), (left, right) = _span(seen, -1), _span(seen, -2)
-    boxed = np.stack([top + bottom - 1, left + right - 1], axis=1) / 2
-    middle = _middle(images.shape[1:])
+    sides, boxed = np.maximum(bottom - top, right - left), np.stack([top + bottom - 1, left + right - 1], axis=1) / 2
+    low, side, high = np.percentile(sides, (10, 50, 90))
+    off = [np.std(centres - _middle(images.shape[1:])) for centres in (_mass_centre(shown), boxed)]
+    if max(min(off), (high - low) / 2) > TIGHT * max(images.shape[1:]):
+        return None
     coarse = _coarse(ink)
     centres = np.stack([coarse[labels == c].mean(axis=0) if (labels == c).any() else coarse[0] for c in range(classes)])
     return {
         "ground": round(ground, 4),
-        "side": int(np.percentile(np.maximum(bottom - top, right - left), 50)),
-        "by_mass": bool(np.std(_mass_centre(shown) - middle) < np.std(boxed - middle)),
+        "side": int(side),
+        "by_mass": bool(off[0] < off[1]),
         "ink": _usual(ink.mean(axis=(1, 2))),
         "distance": _usual(np.sqrt(((coarse[:, None] - centres[None]) ** 2).sum(axis=2).min(axis=1))),
         "centres": np.round(centres, 3).tolist(),
@@ -61,7 +67,7 @@ def describe(images: np.ndarray, labels: np.ndarray, classes: int) -> Look | Non
 
 def prepare(picture: np.ndarray, look: Look | None, shape: Sequence[int]) -> np.ndarray:
     """Return a picture, uint8 (h, w, 4) with alpha, as uint8 of `shape` (H, W, C), by a look of `describe`, if any."""
-    flat = _flatten(picture)
+    flat = flatten(picture)
     if look is None or shape[2] != 1:
         pixels = flat if shape[2] == 3 else _grey(flat)[:, :, None]
         resized = [_resize(pixels[:, :, c], shape[1], shape[0]) for c in range(shape[2])]
@@ -102,7 +108,7 @@ def count(picture: np.ndarray, shape: Sequence[int]) -> str | None:
 
     It is uint8 (h, w, 4) with alpha; the model's images are of `shape` (H, W, C).
     """
-    grey = _shrink(_grey(_flatten(picture)), FINE * max(shape[:2])) / 255
+    grey = _shrink(_grey(flatten(picture)), FINE * max(shape[:2])) / 255
     seen = _ink(grey) > INK
     if not seen.any():
         return f"{NO_STROKE}: {'the picture is blank' if np.ptp(grey) <= EVEN else 'nothing stands out of its noise'}"
@@ -134,8 +140,8 @@ def _pieces(mask: np.ndarray) -> list[tuple[int, int]]:
     return pieces
 
 
-def _flatten(picture: np.ndarray) -> np.ndarray:
-    """Return (h, w, 3) on the ground, white or black, that shows what is opaque."""
+def flatten(picture: np.ndarray) -> np.ndarray:
+    """Return a picture, uint8 (h, w, 4), as (h, w, 3) on the ground, white or black, that shows what is opaque."""
     colours, alpha = picture[:, :, :3].astype(np.float32), picture[:, :, 3:].astype(np.float32) / 255
     if alpha.min() == 1:
         return colours

@@ -43,8 +43,13 @@ def test_the_look_is_read_from_the_images():
     assert (LOOK["ground"], LOOK["side"], LOOK["by_mass"]) == (0.0, 20, True)
     assert (LIGHT["ground"], LIGHT["side"]) == (1.0, 20)
     noise = np.random.default_rng(0).integers(0, 256, (50, 28, 28, 1)).astype(np.uint8)
-    # no plain ground, in colour, in floats, nothing on it
-    for images in (noise, np.repeat(strokes(50), 3, axis=3), strokes(50).astype(np.float32), np.zeros_like(noise)):
+    moved, small = strokes(50), strokes(50)
+    for i in range(50):
+        moved[i] = np.roll(moved[i], 8 * (i % 2) - 4, axis=1)
+        small[i, : 14 * (i % 2)] = 0
+    others = np.repeat(strokes(50), 3, axis=3), strokes(50).astype(np.float32), np.zeros_like(noise)
+    # no plain ground, here and there, large and small, in colour, in floats, nothing on it
+    for images in (noise, moved, small, *others):
         assert look_of(images) is None
 
 

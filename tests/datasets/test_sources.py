@@ -10,9 +10,10 @@ from commands import raises, refused
 from PIL import Image
 from tables import each
 
-from cnnexp.datasets import Digits, Fer2013, Images, Npz, Quadrants, Synthetic
+from cnnexp.datasets import Digits, Fer2013, Images, Npz, Quadrants, Synthetic, photograph
 from cnnexp.datasets.digits import enlarge
 from cnnexp.datasets.idx import read_idx
+from cnnexp.datasets.images import read_picture
 from cnnexp.errors import ConfigError, DataError, OutOfMemory
 from cnnexp.system import memory
 
@@ -169,6 +170,33 @@ def test_images_are_split_by_seed_in_every_class_or_by_folders(tmp_path):
     dataset = Images(root=f"{tmp_path}/split", height=8, width=9, grayscale=True, validation_size=2, test_size=4).load()
     assert (len(dataset.train), len(dataset.validation), len(dataset.test)) == (8, 2, 4)
     assert dataset.input_shape == (8, 9, 1)
+
+
+@each(
+    ({"train": 5, "val": 3}, [10, 6, None]),
+    ({"Train": 5, "Test": 4}, [10, 8, None]),
+    ({"train": 5, "valid": 3, "test": 4}, [10, 8, 6]),
+    ({"train": 5, "other": 5}, [16, 4, None]),  # two classes of these names
+)
+def test_images_of_folders_that_hold_splits(tmp_path, folders, sizes):
+    for name, count in folders.items():
+        write_pictures(tmp_path / name, count)
+        write_pictures(tmp_path / name / "blue" / ".thumbnails", 2)
+    dataset = Images(root=str(tmp_path)).load()
+    assert [split and len(split) for split in (dataset.train, dataset.test, dataset.validation)] == sizes
+
+
+@pytest.mark.parametrize("grayscale", [False, True])
+def test_what_is_transparent_is_the_ground_on_which_predict_lays_a_picture(tmp_path, grayscale):
+    root = Path(write_pictures(tmp_path))
+    for mode in ("RGBA", "LA"):
+        picture = np.zeros((4, 6, 4), np.uint8)  # black, wherever it is to be seen
+        picture[1:3, 2:4, 3] = 255
+        Image.fromarray(picture).convert(mode).save(path := root / "blue" / f"{mode}.png")
+        image = Images(root=str(root), grayscale=grayscale).read(path)
+        seen = photograph.prepare(read_picture(path, "RGBA"), None, image.shape)
+        np.testing.assert_array_equal(image, seen)
+        assert (image[0, 0, 0], image[1, 2, 0]) == (255, 0)
 
 
 @pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGBA", "CMYK"])
