@@ -30,6 +30,8 @@ def main(arguments: list[str] | None = None) -> int:
         chosen = cases.select(options.cases)
         entries = contestants.select(options.contestants)
         threads = _threads(options.threads)
+        if options.mnist and (other := [c for c in chosen if c.network.input_shape != (28, 28, 1)]):
+            raise ValueError(f"--mnist: {other[0].name} takes no images of 28 x 28 pixels; choose others by --cases")
     except ValueError as error:
         parser().error(str(error))
     plan = Plan(

@@ -196,6 +196,6 @@ def say_folder(console: Console, folder: Path) -> None:
 
 
 def make_console() -> Console:
-    """Return a console on standard output, wide enough for tables where it is no terminal."""
+    """Return a console on standard output, wide enough for tables where it is no terminal, or has no width."""
     console = _Screen()
-    return console if console.is_terminal or "COLUMNS" in os.environ else _Screen(width=WIDTH)
+    return console if console.width and (console.is_terminal or "COLUMNS" in os.environ) else _Screen(width=WIDTH)

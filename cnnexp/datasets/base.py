@@ -14,6 +14,7 @@ from cnnexp.system import memory
 from cnnexp.system.ranges import check_fields, ranged
 
 MAX_CLASSES = 100_000
+ONE_SCALE = 10  # times that the largest pixel of one split may be another's
 WHOLE = "a whole number >= 1"
 SEED = f"a whole number 0 .. {2**63 - 1}"
 
@@ -221,7 +222,7 @@ def _checked_images(where: str, images: np.ndarray) -> np.ndarray:
 
 
 def _warn(name: str, train: Split, test: Split, classes: tuple[str, ...]) -> None:
-    """Warn of pixels that seem scaled twice, or never; of one class alone; of classes tested on, never trained on."""
+    """Warn of pixels that seem scaled twice, never, or not all; of one class alone; of classes only tested on."""
     images, advice = train.images, ""
     low, high = images.min(), images.max()
     if low == high:
@@ -233,6 +234,9 @@ def _warn(name: str, train: Split, test: Split, classes: tuple[str, ...]) -> Non
     if advice:
         std = images.std(dtype=np.float64)
         log.warning("%s: pixels from %g to %g, standard deviation %.3g: %s", name, low, high, std, advice)
+    seen = _most(train.images), _most(test.images)
+    if max(seen) > ONE_SCALE * min(seen):
+        log.warning("%s: training pixels are up to %.3g, test pixels up to %.3g: scale them alike", name, *seen)
     # `unique` is slow to start
     found, tested = (set(np.flatnonzero(np.bincount(split.labels))) for split in (train, test))
     if len(found) == 1:
@@ -241,3 +245,8 @@ def _warn(name: str, train: Split, test: Split, classes: tuple[str, ...]) -> Non
     if unknown := sorted(tested - found):
         shown_names = ", ".join(classes[label] for label in unknown[:10])
         log.warning("%s: %d of the classes tested on have no training image: %s", name, len(unknown), shown_names)
+
+
+def _most(images: np.ndarray) -> float:
+    """Return the largest pixel, with or without its sign, as a network sees it."""
+    return max(float(images.max()), -float(images.min())) / (255 if images.dtype == np.uint8 else 1)

@@ -56,7 +56,9 @@ class Images(Source):
         train, test, held = self._limited(train, test)
         held = held or next(iter(more), None)
         read = self._read_all(train), self._read_all(test), self._read_all(held) if held else None
-        return Dataset.build(self.name, *read, classes=tuple(classes), source=str(self.root))
+        # names that can be printed and drawn
+        shown_as = tuple("".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in n) for n in classes)
+        return Dataset.build(self.name, *read, classes=shown_as, source=str(self.root))
 
     def _hold_out(self, files: list[Labeled]) -> tuple[list[Labeled], list[Labeled]]:
         """Split each class by seed, at least one picture on each side."""

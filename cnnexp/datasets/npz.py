@@ -1,5 +1,6 @@
 """`npz`: your own arrays, from one NumPy `.npz` file; never unpickled."""
 
+import logging
 import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,6 +13,8 @@ from cnnexp.errors import MOST_SAID, DataError, refused
 from cnnexp.system import memory
 from cnnexp.system.files import open_regular
 from cnnexp.system.ranges import ranged
+
+log = logging.getLogger(__name__)
 
 ARRAYS = ("train_images", "train_labels", "test_images", "test_labels")
 
@@ -37,6 +40,8 @@ class Npz(Source):
         # labels that are no integers are refused later, with a reason
         whole = train_labels.size and train_labels.dtype.kind in "iu"
         count = self.classes or int(train_labels.max() if whole else 1) + 1
+        if whole and train_labels.min() == 1 and not self.classes:
+            log.warning("npz: labels from 1: class 0, which no image is of, gets an output; write labels from 0")
         if count > MAX_CLASSES:
             wrong = f"train_labels up to {count - 1}; there can be {MAX_CLASSES} classes"
             raise DataError(f"dataset.path={shown(self.path)}: {wrong}")

@@ -44,7 +44,8 @@ class Synthetic(Source):
         """Return `count` images; fewer are the first of more."""
         labels = np.arange(count, dtype=np.int32) % self.classes
         images = np.random.default_rng((self.seed, stream)).standard_normal((count, *patterns.shape[1:]), np.float32)
-        images *= np.float32(self.noise)
+        with np.errstate(over="ignore"):  # what is too large is infinite, which is refused
+            images *= np.float32(self.noise)
         for label, pattern in enumerate(patterns):
             images[label :: self.classes] += pattern
         return Split(images, labels)

@@ -187,6 +187,9 @@ def check_loss(network: Network, loss: Loss, classes: int | None = None) -> None
     elif len(shape) != 1 or (classes is not None and shape != (classes,)):
         want = f"({classes},)" if classes is not None else "a flat vector of scores"
         raise NetworkError(f"the network ends in shape {shape}, the data set needs {want}: one output per class")
+    weights, told = len(loss.class_weights), 2 if loss.is_binary else shape[0]
+    if weights not in (0, told):
+        raise NetworkError(f"{weights} class_weights: must be {told}, one for each class of the network")
 
 
 def compute(

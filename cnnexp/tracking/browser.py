@@ -40,6 +40,8 @@ def command(arguments: Sequence[str]) -> None:
         return
     if missing := installing_pages():
         raise BackendUnavailable(f"ui: MLflow's pages are not installed; {missing}")
+    if "tracking.uri" in given and uri.startswith("sqlite") and not database_of(uri).exists():
+        raise ConfigError(f"ui tracking.uri={given['tracking.uri']}: no such store")
     port = int(given["port"]) if "port" in given else free_port()
     with alone(uri):  # let a process that sets up the store finish
         address = view.address(uri, *last_experiment(uri), port)

@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import json
 import os
+import shlex
 import time
 import uuid
 from abc import ABC, abstractmethod
@@ -130,7 +131,9 @@ class Record(ABC):
         except TrackingError as lost:
             self.lost = lost
         except Exception as failure:
-            self.lost = TrackingError(f"the record cannot be completed: {type(failure).__name__}: {failure}")
+            self.lost = TrackingError(
+                f"the record cannot be completed: {type(failure).__name__}: {first_line(failure)}"
+            )
         try:
             recorded = self._recorded()  # for the id, which the verdict names
         finally:
@@ -320,7 +323,8 @@ class Run(Record, Observer, contextlib.AbstractContextManager["Run"]):
     def _conclude(self, status: str) -> str | None:
         if not self.verdict:
             return None
-        run = self.id or self.folder
+        below = self.folder.resolve().is_relative_to(environment.outputs_dir().resolve())  # where ids are looked for
+        run = self.id if self.id and below else shlex.quote(str(self.folder))
         offers = ("ui", self.id), (f"predict {run} IMAGE", run), (f"explain {run}", self.profile)
         more = (f"{environment.program_name()} {command}" for command, known in offers if known is not None)
         where = [("folder", str(self.folder)), *([("run", self.id)] if self.id else []), ("more", " | ".join(more))]

@@ -37,20 +37,21 @@ def epoch_metrics(result: EpochResult, contended: bool = False) -> dict[str, flo
 def class_metrics(scores: np.ndarray, labels: np.ndarray, classes: Sequence[str]) -> dict[str, float]:
     """Return what one epoch's test scores (N, O) are against labels (N,), class by class, by MLflow's names.
 
-    `test/f1` is the mean over the classes; of at most `MOST_CLASSES` each has its precision, recall and F1, 0 where
-    that is 0 / 0. Of more than five, `test/top5_accuracy` counts a label among the five highest scores as right.
+    `test/f1` is the mean over the classes that an image has or is taken for; of at most `MOST_CLASSES` each has its
+    precision, recall and F1, 0 where that is 0 / 0. Of more than five, `test/top5_accuracy` counts a label among the
+    five highest scores as right.
     """
     predicted, count = predicted_classes(scores), len(classes)
     hits, found, wanted = (np.bincount(of, minlength=count) for of in (labels[predicted == labels], predicted, labels))
     f1 = 2 * hits / np.maximum(found + wanted, 1)
-    metrics = {"test/f1": float(f1.mean())}
+    metrics = {"test/f1": float(f1[found + wanted > 0].mean())}
     if count > TOP:
         best = np.argpartition(-scores, TOP - 1, axis=1)[:, :TOP]
         metrics["test/top5_accuracy"] = float((best == labels[:, np.newaxis]).any(axis=1).mean())
     if count <= MOST_CLASSES:
         by_class = {"precision": hits / np.maximum(found, 1), "recall": hits / np.maximum(wanted, 1), "f1": f1}
         for i, name in enumerate(classes):
-            shown = name if re.fullmatch(r"[\w. -]+", name) else f"class {i}"  # what MLflow takes in a name
+            shown = name if re.fullmatch(r"[\w. -]{1,99}", name) else f"class {i}"  # what MLflow takes in a name
             metrics |= {f"{what}/{shown}": float(values[i]) for what, values in by_class.items()}
     return metrics
 

@@ -112,6 +112,8 @@ def test_help_fits_a_terminal_and_names_all(run, monkeypatch, words):
     assert max(map(len, text.splitlines())) <= 80
     names = {path.stem for path in (ROOT / "conf").glob("*/*.yaml")}
     assert names <= set(re.findall(r"[\w-]+", text)), "nothing is clipped"
+    monkeypatch.setenv("COLUMNS", "0")
+    assert run("help")[0] == 0
 
 
 def test_help_of_a_group_says_what_each_name_is_and_of_a_name_its_keys(run, monkeypatch):

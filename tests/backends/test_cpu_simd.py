@@ -142,6 +142,11 @@ def test_indices_and_labels_are_checked_before_compiled_code_trusts_them():
     for labels in ([0, 1, 2], [0, -1, 1]):
         with pytest.raises(DataError, match="2 classes"):
             program.load(case.images, np.array(labels))
+    with pytest.raises(DataError, match="3 images but 4 labels"):
+        program.load(case.images, np.zeros(4, int))
+    alone = make_case(Network((4, 4, 1), (Flatten(), Linear(1))), Loss("mean_squared_error"), images=1)
+    with pytest.raises(DataError, match="1 classes"):
+        CpuSimd(1).compile(alone.network, alone.loss, SGD(), 4).load(alone.images, np.ones(1, int))
 
 
 def test_a_missing_number_reaches_the_loss():

@@ -255,3 +255,9 @@ def test_the_program_from_one_end_to_the_other(tmp_path):
     assert "| numpy |" in text
     assert (tmp_path / "cpu-1-threads.png").stat().st_size > 10_000
     assert not list(tmp_path.glob("*.svg"))
+
+
+def test_real_images_are_for_cases_that_take_them(capsys, tmp_path):
+    with pytest.raises(SystemExit):
+        program.main(["--cases", "resnet20-b1", "--mnist", str(tmp_path)])
+    assert "--mnist: resnet20-b1 takes no images of 28 x 28 pixels" in capsys.readouterr().err

@@ -114,9 +114,13 @@ def test_malformed_arrays_are_one_line(images, labels, part):
     (np.zeros_like(IMAGES), "pixels from 0 to 0, standard deviation 0: all training pixels are equal"),
     (np.minimum(IMAGES, 1), "multiply these by 255"),
     (IMAGES * np.float32(28), "pixels from 0 to 252, .* divide these by 255"),
+    ((IMAGES * 28, IMAGES / np.float32(9)), None),
+    ((IMAGES / np.float32(9), IMAGES * np.float32(28)), "training pixels are up to 1, test pixels up to 84: scale"),
+    ((IMAGES * 28, IMAGES * np.float32(28)), "training pixels are up to 0.988, test pixels up to 84"),
 )
 def test_suspicious_scale_is_a_warning(caplog, images, part):
-    test = Split(images[:4], LABELS[:4])
+    images, tested = images if isinstance(images, tuple) else (images, images)
+    test = Split(tested[:4], LABELS[:4])
     with caplog.at_level(logging.WARNING, "cnnexp"):
         build(images, LABELS, test)
     assert len(caplog.records) == (part is not None)

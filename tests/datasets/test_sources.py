@@ -186,6 +186,13 @@ def test_images_of_folders_that_hold_splits(tmp_path, folders, sizes):
     assert [split and len(split) for split in (dataset.train, dataset.test, dataset.validation)] == sizes
 
 
+def test_classes_have_names_that_can_be_printed_and_drawn(tmp_path):
+    write_pictures(tmp_path)
+    (tmp_path / "blue").rename(tmp_path / "b\nl")
+    os.rename(tmp_path / "red", os.fsencode(tmp_path) + b"/r\xffd")
+    assert Images(root=str(tmp_path)).load().classes == ("b\ufffdl", "r\ufffdd")
+
+
 @pytest.mark.parametrize("grayscale", [False, True])
 def test_what_is_transparent_is_the_ground_on_which_predict_lays_a_picture(tmp_path, grayscale):
     root = Path(write_pictures(tmp_path))
@@ -329,8 +336,9 @@ def test_no_source_waits_for_a_pipe_or_reads_a_device(tmp_path):
 @each(
     ([0] * 6, [0, 0], "npz: all training images are of one class, 0: nothing can be learned"),
     ([0, 1, 1, 0, 1, 1], [0, 2], "1 of the classes tested on have no training image: 2"),
+    ([1, 2, 2, 1, 2, 2], [1, 2], "labels from 1: class 0, which no image is of, gets an output"),
 )
 def test_classes_that_cannot_be_learned_are_told(tmp_path, caplog, trained, tested, said):
     changes = {"train_labels": np.array(trained), "test_labels": np.array(tested)}
-    Npz(path=write_npz(tmp_path / "a.npz", **changes), classes=3).load()
+    Npz(path=write_npz(tmp_path / "a.npz", **changes), classes=None if min(trained) else 3).load()
     assert said in caplog.text

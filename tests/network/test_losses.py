@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from commands import raises
@@ -32,6 +34,8 @@ def test_where_losses_saturate_or_tie_nan_is_not_hidden_and_totals_add_up():
     ((Flatten(), Linear(1), Sigmoid()), BINARY, 10, "2 classes, not 10"),
     ((Flatten(), Linear(9)), SOFTMAX, 10, r"\(9,\).*\(10,\)"),
     ((Conv2d(3, 2), ReLU()), SOFTMAX, None, "a flat vector of scores"),
+    ((Flatten(), Linear(3)), replace(SOFTMAX, class_weights=(1, 2)), None, "2 class_weights: must be 3"),
+    ((Flatten(), Linear(1), Sigmoid()), replace(BINARY, class_weights=(1,)), None, "1 class_weights: must be 2"),
 )
 def test_a_network_that_does_not_suit_is_refused(layers, loss, classes, message):
     raises(NetworkError, message, check_loss, Network((4, 4, 1), layers), loss, classes)

@@ -36,6 +36,10 @@ def test_ui_shows_the_store_to_this_machine_alone_and_a_server_is_its_own_page(s
     stored = ("--backend-store-uri", store._uri, "--default-artifact-root", address.artifact_location(store._uri))
     assert commands[0][3:] == ["ui", *stored, "--host", view.HOST, "--port", "5123", "--workers", "1"]
 
+    missing = f"sqlite:///{address.database_of(store._uri).parent}/none/a.db"
+    raises(ConfigError, "none/a.db: no such store", browser.command, [f"tracking.uri={missing}"])
+    assert not address.database_of(missing).parent.exists()
+
     browser.command(["tracking.uri=http://host:5000"])
     assert capsys.readouterr().out.endswith("http://host:5000\n")
 

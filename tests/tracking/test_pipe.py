@@ -195,6 +195,7 @@ def test_another_recorder_takes_over_from_a_dead_one(live, store, tmp_path):
     assert len(store._search(f"tags.`{KEY}` = '{recorded.data.tags[KEY]}'", 10)) == 1
     journal = read_journal(tmp_path)
     assert (journal["status"], journal["stored"], journal["run_id"]) == ("FINISHED", True, run.id)
+    assert f"predict {tmp_path} IMAGE" in (tmp_path / "report.md").read_text(), "ids are looked for below outputs/"
 
 
 def test_a_recorder_that_cannot_be_started_is_told_in_a_line(uri, monkeypatch):

@@ -142,7 +142,9 @@ class SimdProgram(Program[LoadedSplit]):
         return self._rows
 
     def load(self, images: np.ndarray, labels: np.ndarray) -> LoadedSplit:
-        labels, classes = np.ascontiguousarray(labels, np.int32), max(2, self._outputs)
+        labels, classes = np.ascontiguousarray(labels, np.int32), 2 if self.loss.is_binary else self._outputs
+        if len(labels) != len(images):
+            raise DataError(f"{len(images)} images but {len(labels)} labels")
         if len(images) and not (labels.min() >= 0 and labels.max() < classes):
             raise DataError(
                 f"labels {labels.min()} to {labels.max()}: the network distinguishes {classes} classes, from 0"
