@@ -1,8 +1,8 @@
 """The first hour of somebody who has never seen cnnexp: what each command takes, on this machine.
 
-`python -m benchmarks.first_hour FOLDER` clones the checkout into a new folder, installs it into an environment of its
-own, follows the tutorial to the letter, with empty caches, and prints a table in Markdown. Where the folder is there
-already, nothing is installed again.
+`python -m benchmarks.first_hour FOLDER` follows the tutorial to the letter, from its clone of this checkout and its
+environment on, with empty caches, and prints a table in Markdown. Where the folder is there already, nothing is
+installed again.
 """
 
 import os
@@ -16,6 +16,8 @@ from pathlib import Path
 from cnnexp.measuring import environment
 
 ROOT = Path(__file__).resolve().parents[1]
+TUTORIAL = (ROOT / "docs" / "tutorial.md").read_text(encoding="utf-8")
+INSTALL = re.compile(r"## Install\n.*?```\n(.*?)```", re.DOTALL)
 BLOCK = re.compile(r"```(?:sh|\{code-block\} \w+\n:caption: (\S+)\n)\n(.*?)```", re.DOTALL)
 
 
@@ -39,11 +41,11 @@ def main() -> None:
         shutil.rmtree(cache, ignore_errors=True)
     else:
         folder.mkdir(parents=True)
-        take(f"git clone {ROOT} cnnexp", folder)
-        take("python3 -m venv .venv", clone)
-        take("pip install -c constraints.txt .", clone)
-        take("pip install -c constraints.txt '.[ui]'", clone)
-    for name, text in BLOCK.findall((clone / "docs" / "tutorial.md").read_text(encoding="utf-8")):
+        clones, *installs = INSTALL.search(TUTORIAL)[1].splitlines()
+        take(clones.replace("URL", str(ROOT)), folder)
+        for command in installs:
+            take(command, clone)
+    for name, text in BLOCK.findall(TUTORIAL):
         if name:
             (clone / name).parent.mkdir(parents=True, exist_ok=True)
             (clone / name).write_text(text, encoding="utf-8")

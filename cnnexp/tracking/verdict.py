@@ -15,7 +15,7 @@ from cnnexp.training.loop import EpochResult
 
 Row = tuple[str, str]
 WIDTH = 80  # of the screen, where nobody says that it is less
-TITLE = len("threads alone")  # as wide is the column of titles at least: a verdict may come in two parts
+TITLE = len("sharing alone")  # as wide is the column of titles at least: a verdict may come in two parts
 LARGEST = 4  # parts of a step that are worth naming
 MORE_EPOCHS = 6  # from so many on the range of their ratios holds the median with 95 % confidence
 
@@ -59,8 +59,8 @@ def run_rows(
             yield "speedup", f"{speedup(median_interval(ratios), 'epoch')}; {baseline} = 1"
         if "speedup/amdahl_limit" in metrics:
             share, limit = metrics["speedup/parallel_share"], metrics["speedup/amdahl_limit"]
-            text = f"{rounded(limit)} x, with its layers shared out, {share:.1%} of {baseline}'s step (Amdahl)"
-            yield "threads alone", text
+            text = f"{rounded(limit)} x by threads and lanes; layers: {share:.1%} of {baseline}'s step (Amdahl)"
+            yield "sharing alone", text
         images_per_s, epoch_s = metrics["throughput/median_images_per_s"], metrics["time/median_epoch_s"]
         text = f"{images_per_s:,.0f} images/s, {epoch_s:.3g} s an epoch"
         if "profile/share_of_gflops" in metrics:

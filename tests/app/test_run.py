@@ -21,7 +21,7 @@ def test_a_run_says_what_ended_it_that_test_images_chose_and_where_nothing_is_le
     assert "speed" in found
     found = told(run(*words, "trainer.resume=auto")[1])
     assert found["resumed"] == f"after epoch 1, from {tmp_path}/run; nothing was left to train"
-    assert not {"speed", "speedup", "threads alone", "machine"} & found.keys()
+    assert not {"speed", "speedup", "sharing alone", "machine"} & found.keys()
     assert len(read_journal(tmp_path / "run")["epochs"]) == 1
     found = told(run(*words, "dataset.validation_size=20", f"hydra.run.dir={tmp_path}/validated")[1])
     assert found["stopped"] == "after epoch 1: trainer.target=0.001 was reached on the validation images"

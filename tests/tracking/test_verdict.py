@@ -43,13 +43,13 @@ def test_a_quiet_machine_is_called_quiet_and_a_busy_one_is_flagged():
 
 def test_amdahl_limit_share_of_the_machine_and_largest_parts_stand_where_they_were_measured():
     bare = rows()
-    assert not {"threads alone", "cpu step"} & bare.keys()
+    assert not {"sharing alone", "cpu step"} & bare.keys()
     assert "GFLOP" not in bare["speed"]
     metrics = {"speedup/amdahl_limit": 20.7, "speedup/parallel_share": 0.982}
     metrics |= {"profile/share_of_gflops": 0.094, "profile/machine_gflops": 18.0}
     parts = {"cpu": {"a": 0.1, "b": 0.5, "c": 0.2, "d": 0.15, "e": 0.05}, "cpu-simd": {"train": 1.0}}
     full = rows(metrics=metrics, parts=parts)
-    assert full["threads alone"] == "20.7 x, with its layers shared out, 98.2% of cpu's step (Amdahl)"
+    assert full["sharing alone"] == "20.7 x by threads and lanes; layers: 98.2% of cpu's step (Amdahl)"
     assert full["speed"] == "16 images/s, 0.5 s an epoch; 9.4% of the 18 GFLOP/s measured as the limit here"
     assert (full["cpu step"], full["cpu-simd step"]) == ("b 50%, c 20%, d 15%, a 10%", "train 100%")
 
