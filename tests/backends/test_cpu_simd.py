@@ -248,7 +248,7 @@ def test_an_intrinsic_without_its_feature_is_refused():
 
 @pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="only x86 code flushes denormals")
 def test_momenta_end_at_zero_not_in_slow_denormals():
-    program = CpuSimd(2).compile(TINY, LOSS, Adam(beta1=0.9), 4)
+    program = CpuSimd().compile(TINY, LOSS, Adam(beta1=0.9), 4)
     ones = np.ones(TINY.parameter_count, np.float32)
     program.restore({"parameters": ones, "mean": ones * np.finfo(np.float32).smallest_normal, "square": ones})
     program.apply(ones * 0, 0.1)
