@@ -14,6 +14,7 @@ from typing import Any, Self
 import numpy as np
 
 from cnnexp.backends.protocol import Backend, Program, State
+from cnnexp.backends.state import AVERAGES
 from cnnexp.errors import CnnexpError, NetworkError
 from cnnexp.network import AvgPool2d, BatchNorm2d, Conv2d, Dropout, Flatten, GlobalAvgPool, Linear, MaxPool2d, Residual
 from cnnexp.network.elementwise import GELU, Elementwise, LeakyReLU, Maths, ReLU, Sigmoid, Tanh
@@ -220,6 +221,7 @@ POINTS = np.linspace(-6, 6, 101) + 0.01234  # so that no usual kink is among the
 STEP = 1e-6  # float64: differences are right to 1e-9
 DERIVATIVE_ALLOWED = 1e-3  # of its size; constants are float32
 EDGES = np.array([-20, 0, 20], np.float32)
+OF_STATES = {"seed", "step", *AVERAGES, *AVERAGES.values()}  # what a state holds beside slots
 STEPS = 100  # of an optimizer, after which a bowl must be lower
 
 
@@ -261,6 +263,9 @@ def check_optimizer(optimizer: Optimizer) -> None:
     with _named(f"optimizer {type(optimizer).__name__}"), np.errstate(all="ignore"):
         if len(optimizer.slots) > 2:
             raise NetworkError(f"slots {', '.join(optimizer.slots)}: must be at most two")
+        if {*optimizer.slots} & OF_STATES or len({*optimizer.slots}) < len(optimizer.slots):
+            others = ", ".join(sorted(OF_STATES))
+            raise NetworkError(f"slots {', '.join(optimizer.slots)}: must be names of their own, none of {others}")
         optimizer.rule(_Probe.call, _Probe.call)(*[_Probe()] * 7)
         w, slots = np.array([1, 0, -1], np.float32), [np.zeros(3, np.float32) for _ in optimizer.slots]
         optimizer.apply(w, np.zeros(3, np.float32), slots, optimizer.lr, 1)

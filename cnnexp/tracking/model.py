@@ -16,6 +16,7 @@ import numpy as np
 from cnnexp.backends import backend_class
 from cnnexp.backends.layerwise import LayerwiseProgram
 from cnnexp.backends.protocol import Backend
+from cnnexp.backends.state import AVERAGES
 from cnnexp.datasets import photograph
 from cnnexp.datasets.images import decode_picture
 from cnnexp.errors import CheckpointError, CnnexpError, ConfigError, DataError
@@ -23,7 +24,6 @@ from cnnexp.network import LAYERS, Shape, Stage
 from cnnexp.optimizers import SGD
 from cnnexp.system.registry import VARIABLE
 from cnnexp.training import checkpoint
-from cnnexp.training.steps import PREFIX
 
 BACKEND = "numpy"  # it needs no compiler, so a few images are classified soonest
 BATCH_SIZE = 128
@@ -39,7 +39,7 @@ class Classifier:
         try:
             self.network, self.loss = checkpoint.rebuild(trained.training)
             state = trained.state
-            self.state = {name: state.get(PREFIX + name, state[name]) for name in self.network.initial_state(0)}
+            self.state = {n: state.get(AVERAGES.get(n, n), state[n]) for n in self.network.initial_state(0)}
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(f"checkpoint {path}: holds no network: {error}") from error
         except ConfigError as error:

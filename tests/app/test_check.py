@@ -228,6 +228,9 @@ class Own(Optimizer):
     ({"step": lambda maximum, w, g, rate: w - rate * g / maximum(g, -g)}, "a gradient of 0 makes"),
     ({"step": lambda maximum, w, g, rate: w - 0.1 * g}, r"the number 0\.1 in a rule"),
     ({"slots": ("a", "b", "c")}, "slots a, b, c: must be at most two"),
+    ({"slots": ("a", "a")}, "slots a, a: must be names of their own, none of average_parameters, average_running, "),
+    ({"slots": ("running",)}, "slots running: must be names of their own"),
+    ({"slots": ("average_parameters",)}, "slots average_parameters: must be names of their own"),
 )
 def test_a_wrong_optimizer_is_one_line_before_anything_is_trained(parts, said):
     network = Network((4,), (Linear(3),))
