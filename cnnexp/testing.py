@@ -266,7 +266,11 @@ def check_optimizer(optimizer: Optimizer) -> None:
         if {*optimizer.slots} & OF_STATES or len({*optimizer.slots}) < len(optimizer.slots):
             others = ", ".join(sorted(OF_STATES))
             raise NetworkError(f"slots {', '.join(optimizer.slots)}: must be names of their own, none of {others}")
-        optimizer.rule(_Probe.call, _Probe.call)(*[_Probe()] * 7)
+        made = optimizer.rule(_Probe.call, _Probe.call)(*[_Probe()] * 7)
+        if not isinstance(made, tuple) or len(made) != 3:
+            raise NetworkError(
+                "its rule must return three values, (w, s, t); s and t as they come where it has no slots"
+            )
         w, slots = np.array([1, 0, -1], np.float32), [np.zeros(3, np.float32) for _ in optimizer.slots]
         optimizer.apply(w, np.zeros(3, np.float32), slots, optimizer.lr, 1)
         if not np.isfinite([w, *slots]).all():

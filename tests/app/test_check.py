@@ -218,9 +218,10 @@ def test_a_wrong_rule_is_one_line_before_anything_is_trained(parts, said):
 class Own(Optimizer):
     step: Callable = lambda maximum, w, g, rate: w - rate * g
     slots: tuple = ()
+    returned: Callable = tuple
 
     def rule(self, sqrt=np.sqrt, maximum=np.maximum):
-        return lambda w, g, s, t, rate, c0, c1: (self.step(maximum, w, g, rate), s, t)
+        return lambda w, g, s, t, rate, c0, c1: self.returned((self.step(maximum, w, g, rate), s, t))
 
 
 @each(
@@ -231,6 +232,8 @@ class Own(Optimizer):
     ({"slots": ("a", "a")}, "slots a, a: must be names of their own, none of average_parameters, average_running, "),
     ({"slots": ("running",)}, "slots running: must be names of their own"),
     ({"slots": ("average_parameters",)}, "slots average_parameters: must be names of their own"),
+    ({"returned": lambda values: values[0]}, r"its rule must return three values, \(w, s, t\)"),
+    ({"returned": lambda values: values[:2]}, "its rule must return three values"),
 )
 def test_a_wrong_optimizer_is_one_line_before_anything_is_trained(parts, said):
     network = Network((4,), (Linear(3),))
