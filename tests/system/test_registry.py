@@ -13,7 +13,7 @@ from tables import each
 import softgpu
 from cnnexp import __main__ as cli
 from cnnexp.backends import BACKENDS
-from cnnexp.errors import ConfigError
+from cnnexp.errors import ConfigError, explained
 from cnnexp.network import LAYERS
 from cnnexp.network.models import Model
 from cnnexp.optimizers import OPTIMIZERS, SGD
@@ -90,6 +90,18 @@ def test_own_fields_of_a_plugin_need_no_range_of_ours():
     assert (Shifted().shift, Shifted(shift=5).shift, Slow().beta) == (-2, 5, -3.0)
     raises(ConfigError, r"model\.shift=-3: must be a whole number >= -2", Shifted, shift=-3)
     raises(ConfigError, r"optimizer\.lr=-1: must be > 0", Slow, lr=-1)
+
+
+def test_what_a_plugins_code_raises_names_its_file(tmp_path):
+    file = tmp_path / "clumsy.py"
+    lines = ("from cnnexp.optimizers import SGD", "from dataclasses import dataclass", "from cnnexp import register")
+    own = ('@register("optimizer", "clumsy")', "@dataclass(frozen=True)", "class Clumsy(SGD):")
+    file.write_text("\n".join([*lines, *own, "    def __post_init__(self):", "        int('two\\nlines')"]))
+    registry.load(str(file))
+    with pytest.raises(ValueError, match="invalid literal") as raised:
+        OPTIMIZERS["clumsy"]()
+    said = r"plugin clumsy\.py: ValueError: invalid .* \(Clumsy\.__post_init__, line 8\); its traceback is in \S+"
+    assert re.fullmatch(said, str(explained(raised.value, tmp_path)))
 
 
 @pytest.mark.thorough
