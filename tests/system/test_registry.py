@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
+from checkpoints import saved
 from commands import ROOT, cnnexp, raises
 from tables import each
 
@@ -14,13 +15,14 @@ import softgpu
 from cnnexp import __main__ as cli
 from cnnexp.backends import BACKENDS
 from cnnexp.errors import ConfigError, explained
-from cnnexp.network import LAYERS
+from cnnexp.network import LAYERS, Flatten, Linear
 from cnnexp.network.models import Model
 from cnnexp.optimizers import OPTIMIZERS, SGD
 from cnnexp.system import registry
 from cnnexp.system.registry import Registry, register
 from cnnexp.testing import check_layer
 from cnnexp.tracking.events import read_journal
+from cnnexp.tracking.model import Classifier
 
 OUTSIDE = ROOT / "tests" / "outside.py"
 pytestmark = pytest.mark.usefixtures("no_plugins")
@@ -142,6 +144,14 @@ def test_workers_and_a_stored_model_know_the_plugin_too(monkeypatch, capsys, tmp
     sys.argv[1:] = ["predict", f"{tmp_path}/run", "dataset=stripes", f"plugins={OUTSIDE}"]
     cli.main()
     assert "test accuracy " in capsys.readouterr().out
+
+
+def test_the_advice_names_the_layer_that_the_model_has(tmp_path):
+    registry.load(str(OUTSIDE))
+    layers, plugins = (Flatten(), LAYERS["Swish"](1.5), Linear(3)), {"Other": "other.py", "Swish": "swish.py"}
+    path, _ = saved(tmp_path, layers, plugins=plugins)
+    registry._added["layer"].clear()
+    raises(ConfigError, "^layer Swish: .*; add plugins=swish.py,", Classifier, path, BACKENDS["numpy"]())
 
 
 def test_an_installed_package_offers_its_plugin_by_an_entry_point(run, tmp_path, monkeypatch):
