@@ -22,6 +22,7 @@ from urllib.parse import unquote, urlsplit
 
 NEAR = 0.75  # of difflib's similarity, 0 .. 1: "resnot" is near "resnet", "lenet" is not
 MOST_SAID = 300  # characters of what an unexpected error says
+PLUGINS = set[str]()  # files of the plugins that are loaded
 # what the system says of a disk or a path on it, and no mistake of ours
 DISK_ERRORS = (
     *(errno.EACCES, errno.EDQUOT, errno.EIO, errno.ENOSPC, errno.EPERM, errno.EROFS),
@@ -101,7 +102,11 @@ def explained(error: BaseException, *folders: Path) -> CnnexpError:
         why = os.strerror(lacking.errno)
         return CnnexpError(f"{where}{why}; runs write to hydra.run.dir=FOLDER and tracking.uri=STORE")
     text = "".join(traceback.format_exception(error))
-    line = f"unexpected {type(error).__name__}: {' '.join(str(error).split())[:MOST_SAID]}"
+    line = f"unexpected {said(error)}"
+    for frame, number in traceback.walk_tb(error.__traceback__):  # the last that is a plugin's names it
+        code = frame.f_code
+        if code.co_filename in PLUGINS:
+            line = f"plugin {Path(code.co_filename).name}: {said(error)} ({code.co_qualname}, line {number})"
     if isinstance(error, MemoryError):
         line = "out of memory; lower trainer.batch_size, the size of the model or the data set"
     for folder in (*folders, Path(tempfile.gettempdir())):
@@ -116,6 +121,11 @@ def explained(error: BaseException, *folders: Path) -> CnnexpError:
 def reason_of(error: OSError) -> str:
     """Return what the operating system says is wrong, in a few words."""
     return (error.strerror or str(error) or type(error).__name__).lower()
+
+
+def said(error: BaseException) -> str:
+    """Return the type of an error and, on one line, what it says."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:MOST_SAID]}".removesuffix(": ")
 
 
 def first_line(error: BaseException) -> str:

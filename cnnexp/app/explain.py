@@ -7,12 +7,13 @@ from contextlib import ExitStack, closing
 from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from cnnexp.app.config import Trainer, build, named
 from cnnexp.app.console import LINE, make_console, say
 from cnnexp.app.resume import find_run, folder_of
 from cnnexp.backends import backend_class
+from cnnexp.backends.protocol import Program
 from cnnexp.errors import ConfigError
 from cnnexp.measuring.explanation import Side, rows, sentences, side_of, sides_of
 from cnnexp.measuring.ledger import Ledger, Profiled, report, report_beside
@@ -22,6 +23,7 @@ from cnnexp.tracking.journal import PROFILE
 from cnnexp.training import checkpoint
 from cnnexp.training.baseline import Baseline
 from cnnexp.training.loop import TrainingPlan, train_epochs
+from cnnexp.training.steps import Steps
 
 NAME, SIDE, US, SHARE = 24, 14, 9, 6  # columns of the table; bars have what is left
 PASSES, PASS_S, MOST_STEPS = 4, 0.5, 500  # of a run that was not profiled: passes, the most seconds and steps of each
@@ -74,7 +76,8 @@ def clock_steps(path: Path, config: Mapping[str, Any], given: str) -> dict[str, 
     most = MOST_STEPS * trainer.batch_size
     dataset = replace(dataset, train=dataset.train[:most], test=dataset.test[:1], validation=None)
     with ExitStack() as stack:
-        program = Profiled(stack.enter_context(closing(backend.compile(*compiling))), ledger)
+        compiled = stack.enter_context(closing(backend.compile(*compiling)))
+        program = Profiled(cast(Program, Steps(compiled, **trainer.steps)) if trainer.steps else compiled, ledger)
         program.restore(found.state)
         beside = baseline = None
         if trainer.baseline is not None:

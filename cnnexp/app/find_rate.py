@@ -12,6 +12,7 @@ from cnnexp.app.hydra_app import settings_of
 from cnnexp.errors import ConfigError, Diverged
 from cnnexp.measuring.environment import outputs_dir
 from cnnexp.network.losses import check_loss
+from cnnexp.testing import check_rules
 from cnnexp.training.loop import epoch_order
 from cnnexp.training.steps import Steps
 
@@ -42,6 +43,7 @@ def _train(settings: Settings, rates: np.ndarray) -> np.ndarray:
     network, count = settings.model.network(dataset.input_shape, len(dataset.classes)), len(dataset.train)
     loss, backend = settings.loss(dataset), settings.workers.share_cores(settings.backend)
     check_loss(network, loss, len(dataset.classes))
+    check_rules(network, settings.optimizer)
     rows, mean = np.empty((0, 3)), 0.0
     Diverged.in_one_line()
     with closing(settings.workers.compile(backend, network, loss, settings.optimizer, trainer.batch_size)) as program:

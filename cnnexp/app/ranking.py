@@ -2,8 +2,9 @@
 
 import re
 import statistics
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from itertools import groupby, pairwise
+from itertools import chain, groupby, pairwise
 from typing import Any, NamedTuple
 
 from cnnexp.measuring.confidence import Interval, holm, median_interval, p_value
@@ -22,9 +23,9 @@ class Place(NamedTuple):
     """A job of a sweep, or several that differ in their seed alone."""
 
     label: str  # what varied but for the seed, e.g. `cpu-simd filters=32`; without anything else, what was trained
-    values: tuple[float, ...]  # of the measure, one per epoch of every job
+    values: tuple[float, ...]  # of the measure, one per epoch of every job; where some were skipped, one per job
     interval: Interval  # of their median
-    skipped: bool = False  # of runs before, whose medians alone are known
+    skipped: int = 0  # jobs of runs before, whose medians alone are known
 
 
 def rank(
@@ -33,19 +34,23 @@ def rank(
     """Return the measure that ranks `sweep.rows`, and the places, best first; (None, []) where none can be compared."""
     finished = [row for row in found if row["status"] in ENDED and not row["contended"]]
     for measure in MEASURES:
-        groups: dict[str, list[float]] = {}
-        skipped: set[str] = set()
+        groups: dict[str, list[list[float]]] = {}
+        skipped: Counter[str] = Counter()
         for row in finished:
             own = [(key, row[key]) for key in varied if key != SEED]
             words = [f"{key.rpartition('.')[2]}={value}" if "." in key else str(value) for key, value in own]
             label = " ".join(words) or str(row["name"]).removeprefix(f"seed={row.get(SEED)} ")
             values = [epoch[measure] for epoch in epochs[row["job"]] if measure in epoch]
             if row["status"] == "SKIPPED" and MEDIANS[measure] in row:
-                values, skipped = [row[MEDIANS[measure]]], skipped | {label}
+                values = [row[MEDIANS[measure]]]
+                skipped[label] += 1
             if values:
-                groups.setdefault(label, []).extend(values)
+                groups.setdefault(label, []).append(values)
         if groups:
-            places = [Place(at, tuple(own), median_interval(own), at in skipped) for at, own in groups.items()]
+            places = []
+            for label, jobs in groups.items():
+                counted = tuple(map(statistics.median, jobs) if skipped[label] else chain.from_iterable(jobs))
+                places.append(Place(label, counted, median_interval(counted), skipped[label]))
             return measure, sorted(places, key=lambda place: -place.interval.median)
     return None, []
 
@@ -78,7 +83,12 @@ def rows(
 
 def metrics(measure: str | None, places: Sequence[Place]) -> dict[str, float]:
     """Return what the page of the sweep's own run shows: every place by its label, and the best."""
-    named = {f"ranking/{re.sub(r'[^0-9A-Za-z_. -]', ' ', p.label)[:200]}": p.interval.median for p in places}
+    named: dict[str, float] = {}
+    for number, place in enumerate(places, 1):
+        key = f"ranking/{re.sub(r'[^0-9A-Za-z_. -]', ' ', place.label)[:200]}"
+        while key in named:  # of another label that differs in what no key may hold, or at its end
+            key += f" {number}"
+        named[key] = place.interval.median
     if measure == "speedup/vs_baseline":
         named["speedup/best"] = places[0].interval.median
     return named
@@ -105,7 +115,10 @@ def _differences(places: Sequence[Place]) -> list[verdict.Row]:
 def _phrase(place: Place, form: str) -> str:
     interval = place.interval
     if place.skipped or interval.count == 1:
-        return f"{form.format(interval.median)} ({'as recorded before' if place.skipped else 'one epoch'})"
+        how = "as recorded before" if place.skipped else "one epoch"
+        if 0 < place.skipped < interval.count:
+            how = f"median of the medians of {interval.count} jobs, {place.skipped} as recorded before"
+        return f"{form.format(interval.median)} ({how})"
     number = form.partition("}")[0] + "}"
     sure = f" with {interval.confidence:.0%} confidence" if interval.count >= verdict.MORE_EPOCHS else ""
     ends = f"{number.format(interval.low)} to {number.format(interval.high)}{sure}"

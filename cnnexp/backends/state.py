@@ -10,6 +10,7 @@ from cnnexp.network import Network
 from cnnexp.optimizers import Optimizer
 
 State = dict[str, np.ndarray]
+AVERAGES = {name: f"average_{name}" for name in ("parameters", "running")}  # what `training.steps` adds, of which array
 
 
 def optimizers(network: Network, optimizer: Optimizer) -> list[tuple[slice, Optimizer]]:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from cnnexp.errors import MOST_SAID, ConfigError, did_you_mean
+from cnnexp.errors import PLUGINS, ConfigError, did_you_mean, said
 
 T = TypeVar("T")
 C = TypeVar("C", bound=type)
@@ -84,6 +84,7 @@ def register(group: str, name: str) -> Callable[[C], C]:
         if not same or name in _shipped.get(group, ()):
             raise _taken(group, name)
         _added[group][name] = cls
+        PLUGINS.add(getattr(sys.modules.get(cls.__module__), "__file__", None) or "")
         return cls
 
     return add
@@ -118,8 +119,7 @@ def load(plugin: str) -> None:
     except ConfigError:
         raise
     except (Exception, SystemExit) as error:
-        text = " ".join(str(error).split())[:MOST_SAID]
-        raise ConfigError(f"plugins={plugin}: cannot be imported: {type(error).__name__}: {text}") from error
+        raise ConfigError(f"plugins={plugin}: cannot be imported: {said(error)}") from error
     if plugin.endswith(".py") and Path(module.__file__ or "").resolve() != path:
         raise ConfigError(f"plugins={plugin}: another module is called {name}; rename the file")
 

@@ -16,14 +16,14 @@ import numpy as np
 from cnnexp.backends import backend_class
 from cnnexp.backends.layerwise import LayerwiseProgram
 from cnnexp.backends.protocol import Backend
+from cnnexp.backends.state import AVERAGES
 from cnnexp.datasets import photograph
 from cnnexp.datasets.images import decode_picture
 from cnnexp.errors import CheckpointError, CnnexpError, ConfigError, DataError
-from cnnexp.network import LAYERS, Shape, Stage
+from cnnexp.network import Shape, Stage
 from cnnexp.optimizers import SGD
 from cnnexp.system.registry import VARIABLE
 from cnnexp.training import checkpoint
-from cnnexp.training.steps import PREFIX
 
 BACKEND = "numpy"  # it needs no compiler, so a few images are classified soonest
 BATCH_SIZE = 128
@@ -39,14 +39,14 @@ class Classifier:
         try:
             self.network, self.loss = checkpoint.rebuild(trained.training)
             state = trained.state
-            self.state = {name: state.get(PREFIX + name, state[name]) for name in self.network.initial_state(0)}
+            self.state = {n: state.get(AVERAGES.get(n, n), state[n]) for n in self.network.initial_state(0)}
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(f"checkpoint {path}: holds no network: {error}") from error
         except ConfigError as error:
-            lacking = {name: file for name, file in trained.about.get("plugins", {}).items() if name not in LAYERS}
-            for name, file in lacking.items():
-                advice = f"add plugins={file}, or set {VARIABLE}={file}"
-                raise ConfigError(f"layer {name}: of a plugin that is not loaded; {advice}") from error
+            for name, file in trained.about.get("plugins", {}).items():  # of all that were loaded
+                if str(error).startswith(f"a layer's type={name!r}: unknown"):
+                    advice = f"add plugins={file}, or set {VARIABLE}={file}"
+                    raise ConfigError(f"layer {name}: of a plugin that is not loaded; {advice}") from error
             raise
         outputs = 2 if self.loss.is_binary else self.network.output_shape[0]
         self.input_shape: Shape = self.network.input_shape  # (H, W, C) of an image, or (D,) of a point

@@ -6,10 +6,8 @@ from typing import Any
 import numpy as np
 
 from cnnexp.backends.protocol import Program, Rate, State, rate_of_steps
+from cnnexp.backends.state import AVERAGES
 from cnnexp.network.losses import Totals
-
-AVERAGED = ("parameters", "running")
-PREFIX = "average_"  # of what a state holds beside them: of every array of `AVERAGED`, the average
 
 
 class Steps:
@@ -84,10 +82,10 @@ class Steps:
         return scores
 
     def state(self) -> State:
-        return {**self._program.state(), **{f"{PREFIX}{name}": array.copy() for name, array in self._average.items()}}
+        return {**self._program.state(), **{AVERAGES[name]: array.copy() for name, array in self._average.items()}}
 
     def restore(self, state: State) -> None:
-        self._program.restore({name: array for name, array in state.items() if not name.startswith(PREFIX)})
+        self._program.restore({name: array for name, array in state.items() if name not in AVERAGES.values()})
         if self._ema is not None:
             whole = self._program.state()
-            self._average = {n: np.array(state.get(PREFIX + n, whole[n])) for n in AVERAGED if n in whole}
+            self._average = {n: np.array(state.get(average, whole[n])) for n, average in AVERAGES.items() if n in whole}

@@ -4,6 +4,7 @@ Hydra loads sweepers only from packages under `hydra_plugins`, so this file is n
 plugin needs an Optuna whose storage fails with the SQLAlchemy of MLflow 3; this one keeps its trials in a journal file.
 """
 
+import logging
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,6 +18,9 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf
 
 from cnnexp.errors import BackendUnavailable, ConfigError, installing
+
+log = logging.getLogger(__name__)
+ANOTHER = "name another study: hydra.sweeper.study=NAME"
 
 
 class TpeSweeper(Sweeper):
@@ -64,8 +68,10 @@ class TpeSweeper(Sweeper):
         space = {o.get_key_element(): _distribution(o) for o in overrides if o.is_sweep_override()}
         if not space:
             raise ConfigError("search=tpe: nothing to search; e.g. 'optimizer.lr=tag(log,interval(1e-4,1e-1))'")
-        study = self._open()
+        study = self._open(space)
         done = len(study.get_trials(deepcopy=False, states=[TrialState.COMPLETE]))
+        if done >= self._trials:
+            log.warning("search=tpe: all %d trials of study %r are done; more: hydra.sweeper.trials", done, self._study)
         study.sampler = TPESampler(seed=self._seed + done)  # a search that goes on does not propose the same again
         # jobs are numbered on from those that are in the folder: each has a folder of its own, that of its number
         job = 1 + max((int(path.name) for path in folder.iterdir() if path.name.isdecimal()), default=-1)
@@ -81,20 +87,42 @@ class TpeSweeper(Sweeper):
                     study.tell(trial, value)
             job += len(trials)
 
-    def _open(self) -> Any:
-        """Open the study; its file is made where it is missing."""
+    def _open(self, space: Mapping[str, Any]) -> Any:
+        """Open the study, made where it is missing; ConfigError: its trials cannot be learned from in such a space."""
         import optuna
         from optuna.storages import JournalStorage
         from optuna.storages.journal import JournalFileBackend
 
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         self._journal.parent.mkdir(parents=True, exist_ok=True)
-        return optuna.create_study(
+        study = optuna.create_study(
             study_name=self._study,
             storage=JournalStorage(JournalFileBackend(str(self._journal))),
             direction=self._direction,
             load_if_exists=True,
         )
+        if (before := study.direction.name.lower()) != self._direction:
+            raise ConfigError(
+                f"hydra.sweeper.direction={self._direction!r}: study {self._study!r} is to {before}; {ANOTHER}"
+            )
+        for trial in study.get_trials(deepcopy=False):
+            then = trial.distributions
+            # those that failed or were cut short teach nothing: but Optuna takes no other kind of a key of theirs
+            complete = trial.state == optuna.trial.TrialState.COMPLETE
+            for key in sorted({*then} | {*space} if complete else {*then} & {*space}):
+                if (old := _kind(then.get(key))) != (new := _kind(space.get(key))):
+                    raise ConfigError(f"hydra.sweeper.study={self._study!r}: had {key} {old}, not {new}; {ANOTHER}")
+        return study
+
+
+def _kind(distribution: Any) -> str:
+    """Return what of a key stays as it is in a study: its choices, or what numbers it is of; their ends may change."""
+    if distribution is None:
+        return "fixed"
+    if choices := getattr(distribution, "choices", None):
+        return f"choice({','.join(choices)})"
+    numbers = "range(...)" if isinstance(distribution.low, int) else "interval(...)"
+    return f"tag(log,{numbers})" if distribution.log else numbers
 
 
 def _distribution(override: Override) -> Any:
@@ -103,14 +131,19 @@ def _distribution(override: Override) -> Any:
 
     sweep: Any = override.value()
     log = "log" in getattr(sweep, "tags", ())
-    match sweep:
-        case ChoiceSweep():
-            return CategoricalDistribution(list(override.sweep_string_iterator()))
-        case RangeSweep(start=int(start), stop=int(stop), step=int(step)):
-            last = start + (stop - 1 - start) // step * step
-            return IntDistribution(start, last, log=log, step=step)
-        case IntervalSweep(start=start, end=end):
-            return FloatDistribution(start, end, log=log)
+    try:
+        match sweep:
+            case ChoiceSweep():
+                return CategoricalDistribution(list(override.sweep_string_iterator()))
+            case RangeSweep(start=int(start), stop=int(stop), step=int(step)):
+                numbers = range(start, stop, step)
+                low, high = sorted((numbers[0], numbers[-1]))
+                return IntDistribution(low, high, log=log, step=abs(step))
+            case IntervalSweep(start=start, end=end) if math.isfinite(end - start):
+                return FloatDistribution(start, end, log=log)
+    except (ValueError, IndexError) as error:
+        legal = "must hold a number at least; with log all must be above 0, and the step of a range 1"
+        raise ConfigError(f"{override.input_line}: {legal}") from error
     raise ConfigError(
-        f"{override.input_line}: search=tpe takes choice(...), range(...) of whole numbers, and interval(...)"
+        f"{override.input_line}: search=tpe takes choice(...), range(...) of whole numbers, and finite interval(...)"
     )

@@ -61,6 +61,7 @@ NoNumber = spoiled("linear", lambda x, w, b, y: y[0].fill(np.nan))
 HalfPool = spoiled("max_pool", lambda x, window, y, saved: scale(y, 0.5))
 NoDropout = spoiled("dropout", lambda x, images, key, rate, y: np.copyto(y, x))
 NoLoss = spoiled("loss", lambda loss, *rest: scale(rest[-2], 2 if loss == Loss.MEAN_SQUARED_ERROR else 1))
+Lost = spoiled("gather", lambda *_: [][0])
 Several = type("Several", (NoDropout, HalfPool), {})
 
 
@@ -71,7 +72,7 @@ class NoMomentum(NumpyOps):
 
 class Raising(NumpyOps):
     def conv2d(self, x, w, b, window, y):
-        raise ValueError("tile of 7")
+        raise ValueError("tile\nof 7")
 
 
 class Forgetful(LayerwiseProgram):
@@ -134,6 +135,7 @@ def test_what_cannot_run_says_why(monkeypatch):
     (NoLoss, "mean_squared_error is wrong: "),
     (NumpyOps, None),
     (Several, None),  # nothing is guessed
+    (Lost, None),
 )
 def test_one_operation_that_explains_all_is_named(ops, said):
     found = testing.explain({title: examined(ops, title=title) for title in testing.NETWORKS})
@@ -192,11 +194,17 @@ class Square(Elementwise):
 
 def test_a_derivative_may_be_a_surrogate_where_that_is_said():
     testing.check_layer(Square())
+    testing.check_layer(Square(lambda maths, x: TWO, lambda maths, x: np.float32(0)))  # a constant
     surrogate = type("Surrogate", (Square,), {"surrogate": True})
     testing.check_layer(surrogate(slope=lambda maths, x: TWO))
 
 
+def fail(*_):
+    raise ValueError("a\nb")
+
+
 @each(
+    ({"function": fail}, r"ValueError: a b \(test_check\.py, line"),
     ({"slope": lambda maths, x: TWO}, "its derivative is wrong at 101 of 101 points"),
     ({"slope": lambda maths, x: np.float32(2.02) * x}, r"its derivative is wrong at .*; surrogate = True if it"),
     ({"slope": lambda maths, x: maths.where(x > TWO, x, TWO * x)}, r"at 34 of 101 points: 6\.012 at x = 6\.01"),
@@ -218,9 +226,10 @@ def test_a_wrong_rule_is_one_line_before_anything_is_trained(parts, said):
 class Own(Optimizer):
     step: Callable = lambda maximum, w, g, rate: w - rate * g
     slots: tuple = ()
+    returned: Callable = tuple
 
     def rule(self, sqrt=np.sqrt, maximum=np.maximum):
-        return lambda w, g, s, t, rate, c0, c1: (self.step(maximum, w, g, rate), s, t)
+        return lambda w, g, s, t, rate, c0, c1: self.returned((self.step(maximum, w, g, rate), s, t))
 
 
 @each(
@@ -228,6 +237,11 @@ class Own(Optimizer):
     ({"step": lambda maximum, w, g, rate: w - rate * g / maximum(g, -g)}, "a gradient of 0 makes"),
     ({"step": lambda maximum, w, g, rate: w - 0.1 * g}, r"the number 0\.1 in a rule"),
     ({"slots": ("a", "b", "c")}, "slots a, b, c: must be at most two"),
+    ({"slots": ("a", "a")}, "slots a, a: must be names of their own, none of average_parameters, average_running, "),
+    ({"slots": ("running",)}, "slots running: must be names of their own"),
+    ({"slots": ("average_parameters",)}, "slots average_parameters: must be names of their own"),
+    ({"returned": lambda values: values[0]}, r"its rule must return three values, \(w, s, t\)"),
+    ({"returned": lambda values: values[:2]}, "its rule must return three values"),
 )
 def test_a_wrong_optimizer_is_one_line_before_anything_is_trained(parts, said):
     network = Network((4,), (Linear(3),))

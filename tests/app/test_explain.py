@@ -2,6 +2,7 @@
 
 import json
 import re
+from unittest.mock import ANY, MagicMock
 
 from checkpoints import saved
 from commands import raises
@@ -11,6 +12,7 @@ from cnnexp.app import explain
 from cnnexp.app.explain import screen, set_beside
 from cnnexp.errors import ConfigError
 from cnnexp.tracking.journal import PROFILE
+from cnnexp.training.steps import Steps
 
 PROFILED = ("experiment=smoke", "tracking=none", "trainer.epochs=1", "trainer.profile=true")
 
@@ -20,7 +22,7 @@ def told(capsys, *folders):
     return capsys.readouterr().out.splitlines()
 
 
-def test_a_run_and_its_baseline_and_two_runs(run, tmp_path, capsys):
+def test_a_run_and_its_baseline_and_two_runs(run, tmp_path, capsys, monkeypatch):
     one, two = tmp_path / "one", tmp_path / "two"
     code, out, _ = run(*PROFILED, "backend=cpu-simd", "trainer.baseline=numpy", f"hydra.run.dir={one}")
     assert code == 0
@@ -43,12 +45,15 @@ def test_a_run_and_its_baseline_and_two_runs(run, tmp_path, capsys):
     with Image.open(figure) as picture:
         assert picture.size[0] > 1000
 
-    assert run(*PROFILED, "backend=numpy", "trainer.baseline=null", f"hydra.run.dir={two}")[0] == 0
+    assert (
+        run(*PROFILED, "backend=numpy", "trainer.baseline=null", "trainer.accumulate=2", f"hydra.run.dir={two}")[0] == 0
+    )
     assert "numpy on 1 thread" in " ".join(told(capsys, two, one))
     assert (two / "figures" / "explain-one.png").exists()
 
     (one / PROFILE).write_text("{}")  # as if it was profiled by an older version, or not at all
     (two / PROFILE).unlink()
+    monkeypatch.setattr(explain, "Steps", steps := MagicMock(wraps=Steps))
     for folder in (one, two):  # their steps are timed now
         drawn = folder / "figures" / "explain.png"
         before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path != drawn}
@@ -60,6 +65,7 @@ def test_a_run_and_its_baseline_and_two_runs(run, tmp_path, capsys):
         assert "Most of" in " ".join(lines)
         assert drawn.exists()
         assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path != drawn} == before
+    steps.assert_called_once_with(ANY, accumulate=2)  # the steps that the run took
 
 
 def test_what_cannot_be_explained(tmp_path):

@@ -60,6 +60,17 @@ def test_a_job_that_was_skipped_is_ranked_by_the_median_that_its_run_had():
     told, places = verdict(rows, {"0": [], "1": epochs(2.0, 2.0), "2": []})
     assert [place.label for place in places] == ["a", "b"]
     assert told["   1."] == "a: 3 x (as recorded before)"
+    rows[1] |= {"backend": "a", "trainer.seed": "1"}
+    told, ((_, values, *_),) = verdict(rows, {"0": [], "1": epochs(1.0, 2.0, 2.0, 2.0, 9.0), "2": []})
+    assert values == (3.0, 2.0)  # a job whose median alone is known counts as much as one whose epochs are
+    assert told["   1."] == "a: 2.5 x (median of the medians of 2 jobs, 1 as recorded before)"
+
+
+def test_places_whose_labels_are_alike_are_metrics_of_their_own():
+    rows = [row("0", "a[1]"), row("1", "a(1)"), row("2", f"{'b' * 200}1"), row("3", f"{'b' * 200}2")]
+    _, places = verdict(rows, {str(i): epochs(4.0 - i) for i in range(4)})
+    found = ranking.metrics("throughput/images_per_s", places)
+    assert found == {"ranking/a 1 ": 4, "ranking/a 1  2": 3, f"ranking/{'b' * 200}": 2, f"ranking/{'b' * 200} 4": 1}
 
 
 def test_what_failed_or_was_contended_has_no_place_and_what_was_disturbed_is_named():

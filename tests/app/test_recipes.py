@@ -1,15 +1,18 @@
 """Runs with every option of a recipe at once: what is recorded, resumed and predicted; and `find-rate`."""
 
+import dataclasses
 import re
 
 import numpy as np
 import pytest
-from commands import TINY
+from commands import TINY, raises
 from conformance import assert_same_state
 
 from cnnexp.app import find_rate
 from cnnexp.app.hydra_app import settings_of
 from cnnexp.backends import backend
+from cnnexp.errors import NetworkError
+from cnnexp.optimizers import SGD
 from cnnexp.tracking.events import read_journal
 from cnnexp.tracking.metrics import class_metrics
 from cnnexp.tracking.model import Classifier
@@ -107,6 +110,12 @@ def test_find_rate_ends_where_the_loss_explodes(monkeypatch):
     rows = find_rate._train(settings, np.geomspace(1e-3, 1e6, 40))
     assert 5 < len(rows) < 40
     assert np.isfinite(rows).all()
+
+
+def test_find_rate_refuses_a_plugins_rule_as_a_run_does():
+    wrong = type("Wrong", (SGD,), {"rule": lambda *_: lambda w, *_: w})
+    settings = dataclasses.replace(settings_of(["dataset=digits", "backend=numpy"]), optimizer=wrong())
+    raises(NetworkError, "optimizer Wrong: its rule must return three", find_rate._train, settings, np.ones(2))
 
 
 def test_find_rate_says_so_where_not_even_the_first_loss_is_finite(mistake, monkeypatch):

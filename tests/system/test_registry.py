@@ -7,20 +7,22 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
+from checkpoints import saved
 from commands import ROOT, cnnexp, raises
 from tables import each
 
 import softgpu
 from cnnexp import __main__ as cli
 from cnnexp.backends import BACKENDS
-from cnnexp.errors import ConfigError
-from cnnexp.network import LAYERS
+from cnnexp.errors import ConfigError, explained
+from cnnexp.network import LAYERS, Flatten, Linear
 from cnnexp.network.models import Model
 from cnnexp.optimizers import OPTIMIZERS, SGD
 from cnnexp.system import registry
 from cnnexp.system.registry import Registry, register
 from cnnexp.testing import check_layer
 from cnnexp.tracking.events import read_journal
+from cnnexp.tracking.model import Classifier
 
 OUTSIDE = ROOT / "tests" / "outside.py"
 pytestmark = pytest.mark.usefixtures("no_plugins")
@@ -92,6 +94,18 @@ def test_own_fields_of_a_plugin_need_no_range_of_ours():
     raises(ConfigError, r"optimizer\.lr=-1: must be > 0", Slow, lr=-1)
 
 
+def test_what_a_plugins_code_raises_names_its_file(tmp_path):
+    file = tmp_path / "clumsy.py"
+    lines = ("from cnnexp.optimizers import SGD", "from dataclasses import dataclass", "from cnnexp import register")
+    own = ('@register("optimizer", "clumsy")', "@dataclass(frozen=True)", "class Clumsy(SGD):")
+    file.write_text("\n".join([*lines, *own, "    def __post_init__(self):", "        int('two\\nlines')"]))
+    registry.load(str(file))
+    with pytest.raises(ValueError, match="invalid literal") as raised:
+        OPTIMIZERS["clumsy"]()
+    said = r"plugin clumsy\.py: ValueError: invalid .* \(Clumsy\.__post_init__, line 8\); its traceback is in \S+"
+    assert re.fullmatch(said, str(explained(raised.value, tmp_path)))
+
+
 @pytest.mark.thorough
 def test_one_of_each_kind_from_one_file_outside_the_package(tmp_path, monkeypatch):
     """On the command line of a sweep, on every kind of CPU backend and on the software GPU: the same numbers."""
@@ -130,6 +144,14 @@ def test_workers_and_a_stored_model_know_the_plugin_too(monkeypatch, capsys, tmp
     sys.argv[1:] = ["predict", f"{tmp_path}/run", "dataset=stripes", f"plugins={OUTSIDE}"]
     cli.main()
     assert "test accuracy " in capsys.readouterr().out
+
+
+def test_the_advice_names_the_layer_that_the_model_has(tmp_path):
+    registry.load(str(OUTSIDE))
+    layers, plugins = (Flatten(), LAYERS["Swish"](1.5), Linear(3)), {"Other": "other.py", "Swish": "swish.py"}
+    path, _ = saved(tmp_path, layers, plugins=plugins)
+    registry._added["layer"].clear()
+    raises(ConfigError, "^layer Swish: .*; add plugins=swish.py,", Classifier, path, BACKENDS["numpy"]())
 
 
 def test_an_installed_package_offers_its_plugin_by_an_entry_point(run, tmp_path, monkeypatch):
