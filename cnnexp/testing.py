@@ -16,7 +16,19 @@ import numpy as np
 from cnnexp.backends.protocol import Backend, Program, State
 from cnnexp.backends.state import AVERAGES
 from cnnexp.errors import CnnexpError, NetworkError, said
-from cnnexp.network import AvgPool2d, BatchNorm2d, Conv2d, Dropout, Flatten, GlobalAvgPool, Linear, MaxPool2d, Residual
+from cnnexp.network import (
+    AvgPool2d,
+    BatchNorm2d,
+    Conv2d,
+    Dropout,
+    Flatten,
+    GlobalAvgPool,
+    Linear,
+    MaxPool2d,
+    Residual,
+    Shape,
+    Structural,
+)
 from cnnexp.network.elementwise import GELU, Elementwise, LeakyReLU, Maths, ReLU, Sigmoid, Tanh
 from cnnexp.network.losses import Loss, compute
 from cnnexp.network.recorded import Recorded
@@ -221,16 +233,20 @@ EXACT = Maths(np.exp, np.tanh, np.vectorize(math.erf, [float]), np.maximum, np.w
 POINTS = np.linspace(-6, 6, 101) + 0.01234  # so that no usual kink is among them
 STEP = 1e-6  # float64: differences are right to 1e-9
 DERIVATIVE_ALLOWED = 1e-3  # of its size; constants are float32
+APART = np.float32(2**-8)  # of inputs in float32: far enough for rounding, near enough for most kinks
+CHANGE_ALLOWED = 0.05  # of its size
 EDGES = np.array([-20, 0, 20], np.float32)
 OF_STATES = {"seed", "step", *AVERAGES, *AVERAGES.values()}  # what a state holds beside slots
 STEPS = 100  # of an optimizer, after which a bowl must be lower
 
 
 def check_rules(network: Network, optimizer: Optimizer) -> None:
-    """Raise NetworkError where a layer or an optimizer of others is wrong; it takes less than a millisecond each."""
-    for layer in {id(stage.layer): stage.layer for stage in walk(network.stages)}.values():
-        if isinstance(layer, Elementwise) and _is_own(layer):
-            check_layer(layer)
+    """Raise NetworkError where a layer or an optimizer of others is wrong; a rule takes less than a millisecond."""
+    for stage in {id(stage.layer): stage for stage in walk(network.stages)}.values():
+        if isinstance(stage.layer, Elementwise) and _is_own(stage.layer):
+            check_layer(stage.layer)
+        elif isinstance(stage.layer, Structural):
+            check_structural(stage.layer, stage.input_shape)
     if _is_own(optimizer):
         check_optimizer(optimizer)
 
@@ -259,6 +275,24 @@ def check_layer(layer: Elementwise) -> None:
             found = f"{(~legal).sum()} of {len(POINTS)} points: {given[at]:.4g} at x = {POINTS[at]:.3g}"
             right = f"differences of its rule give {slope[at]:.4g}; surrogate = True if it is meant"
             raise NetworkError(f"its derivative is wrong at {found}, where {right}")
+
+
+def check_structural(layer: Structural, shape: Shape) -> None:
+    """Compare a layer's backward pass with a central difference of its forward pass, on two images of a shape.
+
+    NetworkError is raised where they differ, or what comes of an image depends on another one.
+    """
+    x, direction = np.random.default_rng(0).standard_normal((2, 2, *shape), np.float32)
+    with _named(f"layer {type(layer).__name__}"), np.errstate(all="ignore"):
+        y = layer.forward(x)
+        if not np.allclose(layer.forward(x[:1]), y[:1], 1e-4, 1e-5, equal_nan=True):
+            raise NetworkError("what it makes of an image depends on the other images of the batch")
+        near = [layer.forward(x + step * direction) for step in (APART, -APART)]
+        change = (near[0] - near[1]) / (2 * APART)
+        right, given = np.vdot(change, change), np.vdot(layer.backward(x, y, change), direction)
+        if abs(given - right) > CHANGE_ALLOWED * right and not layer.surrogate:  # what is no number is neither
+            found = f"{given:.4g} along a random direction, where differences of its forward pass give {right:.4g}"
+            raise NetworkError(f"its backward pass is wrong: {found}; surrogate = True if it is meant")
 
 
 def check_optimizer(optimizer: Optimizer) -> None:

@@ -8,7 +8,7 @@ from cnnexp import testing
 from cnnexp.app.config import build
 from cnnexp.backends import BACKENDS, backend_class
 from cnnexp.errors import CnnexpError, ConfigError, did_you_mean
-from cnnexp.network import LAYERS, Conv2d, Elementwise, Flatten, Linear, Network
+from cnnexp.network import LAYERS, Conv2d, Elementwise, Flatten, Linear, Network, Structural
 from cnnexp.network.losses import NAMES, Loss
 from cnnexp.optimizers import OPTIMIZERS, Optimizer
 from cnnexp.system.registry import load_installed
@@ -49,15 +49,28 @@ def command(arguments: Sequence[str]) -> None:
         testing.check_layer(layer)
         network = Network((5, 4, 2), (Conv2d(3, 2), layer, Flatten(), Linear(4), layer, Linear(3)))
         _compare(name, network, testing.TRAINING)
+    elif name in LAYERS and issubclass(LAYERS[name], Structural):
+        network = _around(build(LAYERS[name], {}, name))
+        testing.check_rules(network, testing.TRAINING)
+        _compare(name, network, testing.TRAINING)
     else:
-        rules = [layer for layer in LAYERS if issubclass(LAYERS[layer], Elementwise)]
+        rules = [layer for layer in LAYERS if issubclass(LAYERS[layer], Elementwise | Structural)]
         legal = [*BACKENDS, *rules, *OPTIMIZERS, *NAMES]
-        raise ConfigError(f"check {name}: unknown; legal: {', '.join(legal)}{did_you_mean(name, legal)}")
+        what = "is part of what `check BACKEND` checks" if name in LAYERS else "unknown"
+        raise ConfigError(f"check {name}: {what}; legal: {', '.join(legal)}{did_you_mean(name, legal)}")
+
+
+def _around(layer: Any) -> Network:
+    """Return a network with a structural layer in it: of images or, where it takes none, of vectors."""
+    try:
+        return Network((8, 8, 2), (Conv2d(4, padding="same"), layer, Flatten(), Linear(3)))
+    except Exception:  # whatever a layer raises on a shape that it does not expect
+        return Network((8,), (Linear(16), layer, Linear(3)))
 
 
 def _compare(name: str, network: Network, optimizer: Optimizer) -> None:
     """Compare a rule's outcome on the backends that compile it with NumPy's, on a network."""
-    sys.stdout.write(f"{name}: its rule is right; a network with it, beside numpy:\n")
+    sys.stdout.write(f"{name}: right by itself; a network with it, beside numpy:\n")
     found = [_examine(one, backend_class(one)(), backend_class("numpy")(), network, optimizer) for one in COMPILED]
     _conclude(name, [verdict for verdict, _ in found], "backends")
 

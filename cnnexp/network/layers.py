@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -139,7 +139,12 @@ class Structural:
 
     What comes of an image follows from that image alone. There are no parameters. `cpu-simd` and the GPU's backends
     compute it on the host, between their own kernels.
+
+    Attributes:
+        surrogate: whether the backward pass is meant to be another function's.
     """
+
+    surrogate: ClassVar[bool] = False
 
     def output_shape(self, input_shape: Shape) -> Shape:
         """Return the shape that it gives, (H, W, C) or (D,); raise NetworkError where it does not fit."""

@@ -11,14 +11,14 @@ import pytest
 from commands import ROOT, raises
 from tables import each
 
-from cnnexp import Elementwise, Flatten, Linear, Network, testing
+from cnnexp import Conv2d, Elementwise, Flatten, Linear, Network, testing
 from cnnexp.app import check
 from cnnexp.backends import backend_class
 from cnnexp.backends.layerwise import LayerwiseProgram
 from cnnexp.backends.plain.numpy import Numpy, NumpyOps
 from cnnexp.errors import BackendUnavailable, CnnexpError, ConfigError, NetworkError
 from cnnexp.network.elementwise import KINDS
-from cnnexp.network.layers import LAYERS, Residual
+from cnnexp.network.layers import LAYERS, Residual, Structural
 from cnnexp.network.losses import NAMES, Loss
 from cnnexp.network.shapes import walk
 from cnnexp.optimizers import OPTIMIZERS, SGD, Optimizer
@@ -118,7 +118,10 @@ def test_a_wrong_backend_ends_with_an_error(monkeypatch, capsys):
 def test_what_cannot_run_says_why(monkeypatch):
     for arguments, said in (
         (["numpi"], r"check numpi: unknown; .*did you mean 'numpy'"),
-        (["Conv2d"], r"check Conv2d: unknown; legal: .* GELU, sgd, .* mean_squared_error"),
+        (
+            ["Conv2d"],
+            r"check Conv2d: is part of what `check BACKEND` checks; legal: .* GELU, sgd, .* mean_squared_error",
+        ),
         *((words, "check: give one backend") for words in ([], ["numpy", "cpu"], ["backend=numpy"])),
     ):
         raises(ConfigError, said, check.command, arguments)
@@ -147,9 +150,49 @@ def test_a_layer_and_an_optimizer_are_compared_on_the_backends_that_compile_them
     registry.load(f"{ROOT}/tests/outside.py")
     check.command([name])
     first, *rows, last = capsys.readouterr().out.splitlines()
-    assert first == f"{name}: its rule is right; a network with it, beside numpy:"
+    assert first == f"{name}: right by itself; a network with it, beside numpy:"
     assert [row.split("right, to ")[0].strip() for row in rows] == list(check.COMPILED)
     assert last == f"{name} is right on 3 of 3 backends"
+
+
+@dataclass(frozen=True)
+class Halves(Structural):
+    """The second half of a vector times the first, right unless `wrong` says how not."""
+
+    wrong: str = ""
+
+    def output_shape(self, input_shape):
+        (size,) = input_shape
+        return (size // 2,)
+
+    def forward(self, x):
+        first, second = np.split(x, 2, axis=1)
+        return first * second - (x.mean(axis=0)[: first.shape[1]] if self.wrong == "batch" else 0)
+
+    def backward(self, x, y, dy):
+        first, second = np.split(x, 2, axis=1)
+        parts = [dy * first, dy * second] if self.wrong == "swapped" else [dy * second, dy * first]
+        return np.concatenate(parts, axis=1) * (1.1 if self.wrong == "scaled" else 1)
+
+
+@each(
+    ("", None),
+    ("swapped", "its backward pass is wrong: .* along a random direction, where differences of its forward pass give"),
+    ("scaled", "its backward pass is wrong: "),
+    ("batch", "what it makes of an image depends on the other images of the batch"),
+)
+def test_a_structural_layer_is_checked_before_anything_is_trained(monkeypatch, no_plugins, capsys, wrong, said):
+    network = Network((6, 6, 2), (Conv2d(2, 3), Flatten(), Halves(wrong), Linear(3)))
+    registry.register("layer", "Halves")(Halves)
+    if said is None:
+        testing.check_rules(network, SGD())
+        check.command(["Halves"])
+        assert "Halves is right on 3 of 3 backends" in capsys.readouterr().out
+    else:
+        raises(NetworkError, f"layer Halves: {said}", testing.check_rules, network, SGD())
+        monkeypatch.setattr(Halves, "surrogate", True)
+        if wrong != "batch":
+            testing.check_rules(network, SGD())
 
 
 def test_the_layers_and_the_optimizers_of_the_package_are_right():
