@@ -61,7 +61,7 @@ class CheckpointWriter:
     ) -> None:
         self._folder, self._training, self._last, self._most_best = folder, training, last, best
         self._digest, self.epochs = hashlib.sha256(), 0  # of the epochs that are done, and how many
-        self._best: list[tuple[float, int]] = []  # (-accuracy, epoch), the best first
+        self._ranked: list[tuple[float, str]] = []  # (-accuracy, name of the file) of the epochs
         for result in done:
             self._count(result)
         with refused(CheckpointError, f"checkpoint {self._folder}: cannot be written"):
@@ -90,7 +90,8 @@ class CheckpointWriter:
         found = list_checkpoints(self._folder)
         whole = [path for path in found if _WITHIN not in path.name]
         kept = {*whole[-self._last :], found[-1]}
-        best = {f"epoch-{epoch:06d}.ckpt" for _, epoch in self._best}
+        here = {path.name for path in found}  # a run that goes on from another folder has no earlier ones
+        best = [name for _, name in sorted(self._ranked) if name in here][: self._most_best]
         for old in found:
             if old not in kept and old.name not in best:
                 old.unlink()
@@ -98,7 +99,7 @@ class CheckpointWriter:
     def _count(self, result: EpochResult) -> None:
         self._digest.update(_line(result))
         self.epochs += 1
-        self._best = sorted([*self._best, (-result.held_out.accuracy, result.epoch)])[: self._most_best]
+        self._ranked.append((-result.held_out.accuracy, f"epoch-{result.epoch:06d}.ckpt"))
 
     def _encode(self, state: State, about: Mapping[str, Any], begun: Progress | None) -> bytes:
         meta = {

@@ -104,6 +104,14 @@ def test_the_last_two_and_the_best_are_kept_or_as_many_as_asked_for(tmp_path, op
     assert find(tmp_path) == find(folder) == find(newest) == newest
 
 
+def test_a_run_that_goes_on_from_another_folder_keeps_the_best_of_its_own(tmp_path):
+    results = [epoch_result(epoch, correct=correct) for epoch, correct in enumerate([4, 1, 3, 2, 2], 1)]
+    keeper = CheckpointWriter(tmp_path, TRAINING, results[:2], last=1)
+    for result in results[2:]:
+        keeper.save(checkpoint().state, {}, result)
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["epoch-000003.ckpt", "epoch-000005.ckpt"]
+
+
 def test_every_bit_flip_and_every_truncation_is_refused(tmp_path):
     path = save(tmp_path, checkpoint())
     whole = path.read_bytes()
