@@ -172,13 +172,14 @@ class Halves(Structural):
     def backward(self, x, y, dy):
         first, second = np.split(x, 2, axis=1)
         parts = [dy * first, dy * second] if self.wrong == "swapped" else [dy * second, dy * first]
-        return np.concatenate(parts, axis=1) * (1.1 if self.wrong == "scaled" else 1)
+        return np.concatenate(parts, axis=1) * {"scaled": 1.1, "no number": np.nan}.get(self.wrong, 1)
 
 
 @each(
     ("", None),
     ("swapped", "its backward pass is wrong: .* along a random direction, where differences of its forward pass give"),
     ("scaled", "its backward pass is wrong: "),
+    ("no number", "its backward pass is wrong: nan"),
     ("batch", "what it makes of an image depends on the other images of the batch"),
 )
 def test_a_structural_layer_is_checked_before_anything_is_trained(monkeypatch, no_plugins, capsys, wrong, said):
